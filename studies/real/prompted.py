@@ -1,10 +1,10 @@
 """Whether a student heals further on answers that it writes itself, by reverse KL, than on more text: at equal tokens.
 
-    python -m studies.real.prompted ask ORIGINAL MIRROR ASKED.json.gz [--limit 1000]
-    python -m studies.real.prompted run ORIGINAL OUT --text own=DIR --text foreign=DIR --asked ASKED.json.gz
+    python -m studies.real prompted ask ORIGINAL MIRROR ASKED.json.gz [--limit 1000]
+    python -m studies.real prompted run ORIGINAL OUT --text own=DIR --text foreign=DIR --asked ASKED.json.gz
         --questions FILE.json.gz [--ways base,reverse] [--seeds 2] [--tokens 20e6] [--written 10.5e6] [--seconds 500]
-    python -m studies.real.prompted score OUT/results.jsonl ASKED.json.gz SCORED.jsonl
-    python -m studies.real.prompted table SCORED.jsonl
+    python -m studies.real prompted score OUT/results.jsonl ASKED.json.gz SCORED.jsonl
+    python -m studies.real prompted table SCORED.jsonl
 
 The last half of the layers is converted to ladder, and these layers alone are healed. `base` is the recipe: KL(original
 || student) on equal parts of the texts. The other ways are the same run up to `--written` tokens before its end. From
@@ -18,7 +18,7 @@ The prompts are users' turns that the original invents, taken one after the othe
 in a row with a question of ASKED. All ways have the same learning rate at the same token, and as many tokens in a step.
 `run` appends a line for each round and each form to OUT/results.jsonl, and keeps the training in OUT. What would not
 end within `--seconds` is not begun, and the same command goes on there. A form is judged by its divergences, by the
-benchmarks of `--questions` (`studies.real.questions`), and by its greedy answers to ASKED, each a user's turn without
+benchmarks of `--questions` (those of `questions`), and by its greedy answers to ASKED, each a user's turn without
 examples: GSM8K (the last number), SciQ (the right words in the first line) and IFEval (lm-eval's rules, the mean of its
 four accuracies). `ask` needs fcsd's own environment, and `score` IFEval's libraries, too.
 """
@@ -37,8 +37,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from studies.real.heal import divergences, token_rows
+from benchmarks.programs import TEXTS
 from studies.real.questions import answers, gap, points, read, right_shares
+from studies.real.runner import SEQ, divergences, loaded, store, stored, token_rows
 from torch import Tensor
 
 from fcsd.checkpoint.tokenizer import load_tokenizer
@@ -51,12 +52,13 @@ from fcsd.engine.fused import fuse
 from fcsd.engine.generate import GRAPHS, SLOTS, ending, generate
 from fcsd.eval.statistics import spread
 from fcsd.markdown import table as markdown_table
-from fcsd.models.build import arch_of, decoder_layers, decoder_of, load_model, wire
+from fcsd.models.build import arch_of, decoder_layers, decoder_of, wire
 from fcsd.models.fused import fuse_parts
 from fcsd.models.selection import select_layers
 from fcsd.models.wiring import Wiring
 
-LR, SEQ = 1e-3, 1024
+ARGUMENTS = None  # each part has its own
+LR = 1e-3
 WARMUP, LEAST = 0.1, 0.02  # shares of the tokens and of the learning rate
 SHARED = 8  # tokens in a row that no prompt shares with a question
 MOST_ASKED = 128  # tokens of a prompt
@@ -116,18 +118,18 @@ WAYS: dict[str, tuple[str, Loss]] = {  # who writes in the last part, and what i
 }
 
 
-def main() -> None:
+def main(given: argparse.Namespace) -> None:
     """Do what the first argument says."""
-    given = arguments().parse_args()
+    given = arguments().parse_args(given.words)
     if given.what == "ask":
         ask(given.original, given.mirror, given.asked, given.limit)
     elif given.what == "run":
         Study(given).run()
     elif given.what == "score":
-        asked, lines = read(given.asked), read_lines(given.results)
+        asked, lines = read(given.asked), stored(given.results)
         given.scored.write_text("".join(json.dumps(scored(line, asked)) + "\n" for line in lines))
     else:
-        print(table(read_lines(given.scored)))
+        print(table(stored(given.scored)))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -141,7 +143,7 @@ def arguments() -> argparse.ArgumentParser:
     part = parts.add_parser("run", help="heal and judge; the same command goes on")
     part.add_argument("original", type=Path)
     part.add_argument("out", type=Path)
-    part.add_argument("--text", action="append", required=True, metavar="NAME=DIR")
+    part.add_argument("--text", **TEXTS, required=True)
     part.add_argument("--asked", type=Path, required=True)
     part.add_argument("--questions", type=Path, required=True)
     part.add_argument("--ways", default="base,reverse", help=", ".join(WAYS))
@@ -164,16 +166,11 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def read_lines(file: Path) -> list[Line]:
-    """The lines of a file of JSON."""
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def ask(model: Path, mirror: Path, file: Path, limit: int) -> None:
     """Write the questions as users' turns in token ids."""
     tokenizer, found = load_tokenizer(model), {}
     for name, (path, turn) in JUDGED.items():
-        documents = read_lines(mirror / path)
+        documents = stored(mirror / path)
         chosen = [documents[number] for number in spread(len(documents), limit)]
         ids = [tokenizer(turn.format(**one), add_special_tokens=False)["input_ids"] for one in chosen]
         found[name] = [{"ids": own, "document": one} for own, one in zip(ids, chosen, strict=True)]
@@ -239,10 +236,9 @@ class Study:
         self.ways = given.ways.split(",")
         if unknown := set(self.ways) - set(WAYS):
             raise SystemExit(f"{', '.join(sorted(unknown))}: ways are {', '.join(WAYS)}")
-        self.device, self.dtype = ("cuda", torch.bfloat16) if cuda else ("cpu", torch.float32)
-        self.texts = {name: Path(folder) for name, folder in (text.split("=", 1) for text in given.text)}
+        self.device, self.texts = "cuda" if cuda else "cpu", dict(given.text)
         self.questions, self.asked = read(given.questions), read(given.asked)
-        self.original = load_model(given.original, dtype=self.dtype, device=self.device).requires_grad_(False)
+        self.original = loaded(given.original).requires_grad_(False)
         fuse_parts(self.original, arch_of(self.original.config), cuda)
         tokenizer = load_tokenizer(given.original)
         self.tokenizer, self.turns = tokenizer, turns_of(tokenizer)
@@ -261,10 +257,10 @@ class Study:
         given.out.mkdir(parents=True, exist_ok=True)
         self.file = given.out / "results.jsonl"
         self.fixed = {"layers": given.layers, "total": self.total, "answers_from": self.half, "batch": given.batch}
-        stored = read_lines(self.file) if self.file.exists() else []
-        if any(not self.fixed.items() <= line.items() for line in stored):
+        lines = stored(self.file)
+        if any(not self.fixed.items() <= line.items() for line in lines):
             raise SystemExit(f"{self.file} was begun with other options; give the same ones, or another OUT")
-        self.ended = {(line["form"], line["seed"]) for line in stored if "form" in line}
+        self.ended = {(line["form"], line["seed"]) for line in lines if "form" in line}
         self.longest: dict[str, float] = {}  # seconds of a part, by its kind
 
     def run(self) -> None:
@@ -441,8 +437,7 @@ class Study:
 
     def store(self, line: Line) -> None:
         """Append a line to the results, and show it."""
-        with self.file.open("a") as file:
-            file.write(json.dumps({**line, **self.fixed}) + "\n")
+        store(self.file, {**line, **self.fixed})
         shown = {key: value for key, value in line.items() if key not in ("said", "chosen")}
         print(json.dumps(shown), flush=True)
 
@@ -549,7 +544,3 @@ def table(lines: list[Line]) -> str:
         shown.append(f"{statistics.mean(line.get('trained_in', 0.0) for line in own):.0f}")
         body.append(shown)
     return markdown_table(head, body, left=1)
-
-
-if __name__ == "__main__":
-    main()

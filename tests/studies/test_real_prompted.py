@@ -1,9 +1,8 @@
-"""``studies.real.prompted``: what reverse KL counts, where the ways differ, and calls that go on."""
+"""``prompted``: what reverse KL counts, where the ways differ, and calls that go on."""
 
 import gzip
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import pytest
 import texts
 import tiny
 import torch
+from benchmarks.programs import start
 from studies.real import prompted
 from studies.real.prompted import Document, Study, Training, padded, reverse_kl, scores, steps_of, table
+from studies.real.runner import stored
 
 from fcsd.distill.loss.losses import kl_divergence
 
@@ -50,9 +51,8 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    monkeypatch.setattr(sys, "argv", ["prompted", *words])
-    prompted.main()
-    return prompted.read_lines(Path(words[2]) / "results.jsonl")
+    start("studies.real", "prompted", *words)
+    return stored(Path(words[2]) / "results.jsonl")
 
 
 def study(words: list[str]) -> Study:
