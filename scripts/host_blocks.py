@@ -120,7 +120,7 @@ def served(folder: Path) -> str:
 
 def copies(folder: Path) -> str:
     """GB/s of each GPU that copies to or from memory of the host while others do the same."""
-    raw = _read(folder, "copies_beside_each_other_4xh200.json")
+    raw = _read(folder, "copies_beside_each_other_4xh200.json")  # of a form without a command or "GB/s" around it
     body = []
     for count in (1, 2, 3, 4):
         rows = [row for gpus, row in raw.items() if len(re.findall(r"\d", gpus)) == count]

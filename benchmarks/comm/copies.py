@@ -4,20 +4,22 @@
 
 Each GPU has its own pinned memory, of ``--mib`` for each way, and copies all of it again and again, to the GPU, from
 it, or both at once. With few MiB the processor's caches may hold what is copied; many have to go through the memory.
-OUT.json has the GB/s of each GPU, by the numbers of those that copy at once.
+OUT.json has under ``GB/s`` those of each GPU, by the numbers of those that copy at once.
 """
 
 import argparse
 import itertools
-import json
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from benchmarks.out_file import out_file
 from torch import Tensor
+
+from fcsd.bench.runner import write
+from fcsd.launch.environment import snapshot
 
 _BYTES = 2 << 30  # that a GPU copies each way, in what is timed
 
@@ -71,7 +73,7 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=256, help="of memory that each GPU reads, and writes")
     given = parser.parse_args()
     every = [buffers(gpu, given.mib << 20) for gpu in range(torch.cuda.device_count())]
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for count in range(1, len(every) + 1):
         for gpus in itertools.combinations(range(len(every)), count):
             of = [every[gpu] for gpu in gpus]
@@ -81,7 +83,7 @@ def main() -> None:
                 "both": speed(of, True, True),
             }
             print(gpus, found[str(gpus)], flush=True)
-    Path(given.out).write_text(json.dumps(found, indent=1) + "\n")
+    write({"command": " ".join(sys.argv), "environment": snapshot(), "GB/s": found}, given.out)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fcsd.advise.cards import Card
+from fcsd.bench.serve.workload import LARGE, SMALL
 from fcsd.models.build import arch_of, key_value_heads
 from fcsd.models.schedule import Kind, Output, reductions
 from fcsd.models.wiring_block import Blocks, Wiring
@@ -22,7 +23,6 @@ STANDARD = Wiring("standard", ())
 READ_SHARE, PRODUCT_SHARE, ATTENTION_SHARE = 1.9e12 / 3.35e12, 560 / 989, 380 / 989
 # Seconds that computation loses for each second of a sum that it hides.
 HIDDEN_COST = 0.24
-CHUNK, LARGE = 2048, 8192  # tokens of a step that reads prompts
 BYTES = 2  # of a value in bf16
 
 Sum = Callable[[float], float]  # the seconds of an all-reduce of so many bytes
@@ -98,10 +98,10 @@ class Server:
         return Served(step, (chunks + 1) / 2 * self.seconds(1, STANDARD, _none, tokens, prefill=True))
 
     def stages(self, count: int, ranks: int = 1, of: Sum = _none) -> Served:
-        """``count`` stages of ``ranks`` GPUs each, filled by as many micro-batches of answers or chunks."""
+        """``count`` stages of ``ranks`` GPUs each, filled by as many micro-batches of answers or short chunks."""
         step = self.seconds(ranks, STANDARD, of, max(1, self.load.concurrency // count), prefill=False)
         total = self.load.concurrency * self.load.prompt_tokens
-        pieces = max(-(-total // CHUNK), count)
+        pieces = max(-(-total // SMALL), count)
         each = self.seconds(ranks, STANDARD, of, total / pieces, prefill=True) / count
         return Served(step, (count + (pieces - 1) / 2) * each)
 
@@ -109,7 +109,7 @@ class Server:
         """The steps in which prompts are read, and the tokens of each."""
         total = prompts * self.load.prompt_tokens
         large = self.card.memory_gb * 1e9 >= 70 * 2**30 and "A100" not in self.card.name  # vLLM's choice for servers
-        chunks = max(1, -(-total // (LARGE if large else CHUNK)))
+        chunks = max(1, -(-total // (LARGE if large else SMALL)))
         return chunks, total / chunks
 
     def seconds(self, ranks: int, wiring: Wiring, of: Sum, rows: float, prefill: bool) -> float:

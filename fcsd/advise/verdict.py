@@ -14,8 +14,9 @@ from typing import Any
 from fcsd.advise.cards import H100
 from fcsd.advise.host import Host
 from fcsd.advise.losses import TOLD, Loss, nearest
-from fcsd.advise.speed import CHUNK, STANDARD, Load, Served, Server, server_of
+from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
 from fcsd.bench.serve.figures import break_even_days
+from fcsd.bench.serve.variants import CHUNKS
 from fcsd.errors import DoesNotFitError
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
@@ -30,7 +31,6 @@ SHARES = (ADVISED, 1.0)  # of the layers, the last ones
 RESERVE_GB = 6.0  # of a GPU, for activations, graphs and libraries
 WORTH_A_TRIAL, PAYS_CONVERSION = 1.03, 1.10  # how much faster than what is simpler it has to be
 HEAL_TOKENS, HEAL_LENGTH = 100e6, 4096
-_CHUNKS = f"--max-num-batched-tokens {CHUNK}"
 MEASURED = "measured here"  # the source of a way that a server here was timed with
 
 
@@ -276,7 +276,7 @@ def _command(chosen: Way, model: str, host: Host) -> str:
     if chosen.kind == "replicas":
         return f"vllm serve {model} --data-parallel-size {host.gpus}"
     if chosen.kind == "stages":
-        ranks, stages = host.gpus // chosen.stages, f"--pipeline-parallel-size {chosen.stages} {_CHUNKS}"
+        ranks, stages = host.gpus // chosen.stages, f"--pipeline-parallel-size {chosen.stages} {' '.join(CHUNKS)}"
         by_host = f"fcsd serve {model} --gpus {ranks} --all-reduce host -- "
         return (by_host if ranks > 1 else f"vllm serve {model} ") + stages
     method = chosen.name.removeprefix("sums by ") if chosen.kind in ("sums", "bits") else ""

@@ -92,6 +92,12 @@ def test_stages_of_two_gpus_sum_through_the_host_where_there_are_four(large: str
     ]
 
 
+@pytest.mark.parametrize(("gpu", "chunks"), [("H200", 4), ("L40S", 16), ("A100 80GB", 16)])
+def test_prompts_are_read_in_the_steps_that_vllm_chooses_for_a_gpu(large: str, gpu: str, chunks: int) -> None:
+    server = advise(large, host_of(8, gpu, None), LOAD).server
+    assert server._chunks(LOAD.concurrency) == (chunks, LOAD.concurrency * LOAD.prompt_tokens / chunks)
+
+
 def test_what_does_not_fit_says_how_many_gpus_it_takes(large: str) -> None:
     with pytest.raises(DoesNotFitError, match="141 GB") as raised:
         advise(large, host_of(4, "RTX 4090", None), LOAD)
@@ -260,6 +266,7 @@ def test_what_servers_were_timed_with_takes_the_place_of_predictions(tmp_path: P
             "original": (40.0, 900.0, "original", None),
             "original, host sums": (30.0, 800.0, "original", None),
             "original, pipeline stages": (80.0, 700.0, "original", None),
+            "original, stages of two GPUs, host sums": (60.0, 750.0, "original", None),
             "ladder": (36.0, 700.0, "wired", "ladder"),
             "ladder, host sums": (25.0, 600.0, "wired", "ladder"),
             "bound": (20.0, 500.0, "bound", "ladder"),
@@ -277,7 +284,8 @@ def test_what_servers_were_timed_with_takes_the_place_of_predictions(tmp_path: P
     assert "--concurrency" in asked[1] and "4" in asked[1]
     found = advise(large, host, LOAD, measured=times)
     told = {way.name: way for way in found.ways if way.source == "measured here"}
-    names = ["stock vLLM, TP 4", "4 pipeline stages", "sums by host", "ladder, all of the layers"]
+    names = ["stock vLLM, TP 4", "4 pipeline stages", "2 stages of 2 GPUs, sums by host", "sums by host"]
+    names += ["ladder, all of the layers"]
     assert list(told) == names, "replicas have no time of first tokens"
     assert told["ladder, all of the layers"].served == Served(0.025, 0.6)
     assert told["sums by host"].gain == pytest.approx((40 / 30 * 900 / 800) ** 0.5)

@@ -220,6 +220,8 @@ def test_what_vllm_would_leave_out_in_silence_is_not_run() -> None:
     names = ["original, one replica a GPU", "original, pipeline stages", f"original, {PAIRS}"]
     assert [variant.name for variant in found] == names
     assert found[1].options[-1] == "2048" and found[2].environment and found[2].alone
+    given, _ = offered(peers=False, options=("--max-num-batched-tokens=8k",))
+    assert not any(variant.options for variant in given if variant.stages), "what the user says holds for stages, too"
     pairs = _options(Workload("tiny", tp=4), found[2])
     assert pairs[:2] == ["--tensor-parallel-size", "2"] and pairs[-2:] == ["--pipeline-parallel-size", "2"]
     assert all("peer access" in missing[name] for name in ("async TP", "symmetric memory by NCCL"))

@@ -332,7 +332,8 @@ def _options(load: Workload, variant: Variant) -> list[str]:
     """The options of ``vllm serve`` that all variants have, in the form of this one's parallelism."""
     tp, dp, ep = load.tp, load.dp, load.ep
     if variant.replicas or variant.stages:
-        tp, dp, ep = tp // variant.stages if variant.stages else 1, 1, ep and 0 < variant.stages < tp
+        tp, dp = tp // (variant.stages or tp), 1
+        ep = ep and tp > 1
     elif variant.spread:
         tp, dp, ep = 1, tp * dp, True
     options = ["--tensor-parallel-size", str(tp), "--load-format", "dummy", "--dtype", "bfloat16"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from fcsd.bench.serve.workload import BUDGET, Workload
+from fcsd.bench.serve.workload import BUDGET, LARGE, SMALL, Workload
 from fcsd.parallel.all_reduce.ways import Way
 from fcsd.serve.vllm.communicator import ASKED
 from fcsd.serve.vllm.support import version_of
@@ -19,8 +19,7 @@ ORIGINAL = "original"
 NO_CUSTOM = "--disable-custom-all-reduce"
 _NO_SEQUENCE_PARALLEL = (0, 32)  # vLLM took the passes for sequence parallelism and async TP out
 RESERVE = 6 << 30  # bytes that a server takes on a GPU for activations, graphs and libraries
-_BUDGET = 8192  # tokens of a step by vLLM's own choice on large GPUs
-_CHUNKS = (BUDGET, "2048")  # of pipeline stages, which several steps have to fill
+CHUNKS = (BUDGET, str(SMALL))  # of pipeline stages, which several steps have to fill
 PAIRS = "stages of two GPUs, host sums"
 # What serves a model with sums through memory of the host, by the name of the variant; see ``serve.vllm.communicator``.
 HOST_SUMS = {"host sums": {ASKED: "host"}, "host sums in int8": {ASKED: "host:int8"}}
@@ -179,7 +178,7 @@ def alternatives(
     by_peers = alone or (None if machine.peers else Missing(IMITATED))
     offer("one replica a GPU", _no_replicas(machine), replicas=machine.gpus)
     untested = alone or (None if load.dp == 1 else Missing("it was not tested with --dp"))
-    chunks = () if load.budget else _CHUNKS
+    chunks = () if BUDGET in " ".join(load.options) else CHUNKS
     offer("pipeline stages", untested, stages=tp, options=chunks)
     if tp >= 4 and tp % 2 == 0 and not machine.peers:
         how: Any = {"options": chunks, "environment": HOST_SUMS["host sums"], "ignored": _NOT_HOST}
@@ -192,7 +191,7 @@ def alternatives(
         environment={"VLLM_ALLREDUCE_USE_FLASHINFER": "1"},
         ignored=("AllReduce fusion pass is disabled", "allreduce-norm fusion will be disabled"),
     )
-    least, most = async_tp_from(hidden, tp), load.budget or _BUDGET
+    least, most = async_tp_from(hidden, tp), load.budget or LARGE
     short = None if least < most else Missing(f"it begins at {least} tokens, and a step has at most {most}")
     gone = version_of(machine.version) >= _NO_SEQUENCE_PARALLEL
     gone_or_short = Missing(f"vLLM {machine.version} does not have it; up to 0.31 it does") if gone else short

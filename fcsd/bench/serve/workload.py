@@ -9,6 +9,7 @@ from fcsd.models.wiring_block import NAMES
 from fcsd.parallel.all_reduce.backends import is_bound
 
 BUDGET = "--max-num-batched-tokens"
+SMALL, LARGE = 2048, 8192  # what vLLM's servers choose for it on GPUs of less than 70 GiB and A100s, and on others
 STANDARD, OWN = "standard", "own"  # names beside those of wirings: the original, and the wiring of a converted model
 
 
