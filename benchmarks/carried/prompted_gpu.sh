@@ -8,8 +8,9 @@
 #           ids of every second document of TRAIN and of HELD_OUT; FOLDER is .prompted, which git must not see. MIRROR
 #           needs google/IFEval/ifeval_input_data.jsonl, too.
 #   call [PART ...]   on the GPU machine: takes parts in. With the last one it installs the packages, lets the original
-#           write OWN tokens, and heals until SECONDS_ALL after the beginning of this call. Results are in $OUT. Call it
-#           without a part until it says that all has ended. MORE are further options of the study.
+#           write OWN tokens, and heals until SECONDS_ALL after the beginning of this call, a seed on each of two GPUs if
+#           there are two. Results are in $OUT. Call it without a part until it says that all has ended. MORE are further
+#           options of the study.
 #   score RESULTS.jsonl.gz SCORED.jsonl [FOLDER]   in fcsd's own environment, with NLTK's punkt_tab: judges the answers,
 #           writes the lines without their text to SCORED.jsonl, and prints the table.
 #
@@ -51,7 +52,8 @@ say() { echo "$SECONDS s: $*"; }
 left() { echo $((${SECONDS_ALL:-510} - SECONDS)); }
 
 call() {
-    local part in=$WORK/in out=${OUT:-$WORK/out}
+    local part gpus in=$WORK/in out=${OUT:-$WORK/out}
+    gpus=$(nvidia-smi -L | wc -l) && [ "$gpus" -lt 3 ] || gpus=2
     mkdir -p "$in" "$out"
     for part in "$@"; do cp -r "$part"/. "$in"; done
     for part in weights.1 weights.2 weights.3 weights.4; do
@@ -64,21 +66,28 @@ call() {
     [ -e "$WORK/original/config.json" ] || CUDA_VISIBLE_DEVICES='' python3 -m studies.real read_gguf "$WORK/model.gguf" "$WORK/original"
     if [ ! -e "$WORK/own/write.json" ]; then
         say "the original writes"
-        timeout "$(left)" python3 -m fcsd write "$WORK/original" --tokens "${OWN:-10.5M}" --batch-size "${ROWS:-1024}" \
-            --out "$WORK/own" 2> "$out/own.log" || { say "call again: $(tail -n 1 "$out/own.log")"; return; }
+        timeout "$(left)" torchrun --nproc-per-node "$gpus" -m fcsd write "$WORK/original" --tokens "${OWN:-10.5M}" \
+            --batch-size "${ROWS:-1024}" --out "$WORK/own" 2> "$out/own.log" || { say "call again: $(tail -n 1 "$out/own.log")"; return; }
     fi
     cp "$WORK/own/write.json" "$out/own.json"
     say "the ways"
+    ways 0 "$([ "$gpus" = 2 ] && echo 0 || echo 0,1)" & [ "$gpus" = 1 ] || ways 1 1 & wait
+    cat "$WORK"/ways-?/results.jsonl | gzip > "$out/results.jsonl.gz"
+}
+
+# The ways of SEEDS on one GPU.
+ways() {
+    local gpu=$1 seeds=$2
     # shellcheck disable=SC2086 # the options are split into words on purpose
-    if ! python3 -m studies.real prompted run "$WORK/original" "$WORK/ways" --text own="$WORK/own" --text foreign="$in/foreign" \
-        --asked "$in/asked.json.gz" --questions "$in/questions.json.gz" --seconds "$(left)" ${MORE:-} 2> "$out/study.log"; then
-        say "failed: $(tail -n 5 "$out/study.log")"
-    elif tail -n 1 "$WORK/ways/results.jsonl" | grep -q '"stopped"'; then
-        say "call again"
+    if ! CUDA_VISIBLE_DEVICES=$gpu python3 -m studies.real prompted run "$WORK/original" "$WORK/ways-$gpu" --seeds "$seeds" \
+        --text own="$WORK/own" --text foreign="$in/foreign" --asked "$in/asked.json.gz" --questions "$in/questions.json.gz" \
+        --seconds "$(left)" ${MORE:-} 2> "$out/study-$gpu.log"; then
+        say "seeds $seeds failed: $(tail -n 5 "$out/study-$gpu.log")"
+    elif tail -n 1 "$WORK/ways-$gpu/results.jsonl" | grep -q '"stopped"'; then
+        say "call again for seeds $seeds"
     else
-        say "all has ended"
+        say "all has ended for seeds $seeds"
     fi
-    gzip -c "$WORK/ways/results.jsonl" > "$out/results.jsonl.gz"
 }
 
 score() {

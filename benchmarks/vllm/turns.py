@@ -182,13 +182,13 @@ def main(given: Any) -> None:
                 started[name] = fork(serve, *words, log=log, environment=engine.environment)
         up = {name for name, told in replies(started, until - 45) if not isinstance(told, Failed)}
         running = {name: fork for name, fork in started.items() if name in up}
-        ask(running, (16, 40, END))
-        answers = {name: told[1] for name, told in replies(running) if not isinstance(told, Failed)}
-        running = {name: fork for name, fork in running.items() if name in answers}
+        answers, again = _answered(running), _answered(running)
+        running = {name: fork for name, fork in running.items() if name in again}
         found["started"], turn, took = list(running), 0, 0.0
+        # Requests that arrive while an engine is at work are divided into steps as it happens, which moves last bits.
+        found["answers like the first time"] = {name: _equal(answers[name], again[name]) for name in running}
         found["answers like stock"] = {
-            name: sum(a == b for a, b in zip(answers[name], answers.get(_stock_of(name), []), strict=False))
-            for name in running
+            name: _equal(answers[name], answers.get(_stock_of(name), [])) for name in running
         }
         while running and time.monotonic() + took < until:
             order, begun = list(running), time.monotonic()
@@ -205,6 +205,17 @@ def main(given: Any) -> None:
     for name, rows in found["milliseconds"].items():
         print(name, {what: round(statistics.median(times), 3) for what, times in rows.items()}, flush=True)
     print(found["started"], found["answers like stock"], flush=True)
+
+
+def _answered(forks_: Mapping[str, Fork]) -> dict[str, list[list[int]]]:
+    """What each engine answers to 16 prompts; nothing of those that have ended."""
+    ask(forks_, (16, 40, END))
+    return {name: told[1] for name, told in replies(forks_) if not isinstance(told, Failed)}
+
+
+def _equal(answers: list[list[int]], others: list[list[int]]) -> int:
+    """How many answers are equal."""
+    return sum(a == b for a, b in zip(answers, others, strict=False))
 
 
 def _stock_of(name: str) -> str:

@@ -2,7 +2,7 @@
 
     python -m studies.real prompted ask ORIGINAL MIRROR ASKED.json.gz [--limit 1000]
     python -m studies.real prompted run ORIGINAL OUT --text own=DIR --text foreign=DIR --asked ASKED.json.gz
-        --questions FILE.json.gz [--ways base,reverse] [--seeds 2] [--tokens 20e6] [--written 10.5e6] [--seconds 500]
+        --questions FILE.json.gz [--ways base,reverse] [--seeds 0,1] [--tokens 20e6] [--written 10.5e6] [--seconds 500]
     python -m studies.real prompted score OUT/results.jsonl ASKED.json.gz SCORED.jsonl
     python -m studies.real prompted table SCORED.jsonl
 
@@ -148,7 +148,7 @@ def arguments() -> argparse.ArgumentParser:
     part.add_argument("--questions", type=Path, required=True)
     part.add_argument("--ways", default="base,reverse", help=", ".join(WAYS))
     part.add_argument("--layers", default="50%")
-    part.add_argument("--seeds", type=int, default=2)
+    part.add_argument("--seeds", default="0,1", help="with 0 the original is judged, too")
     part.add_argument("--tokens", type=float, default=20e6)
     part.add_argument("--written", type=float, default=10.5e6, help="how many of the tokens are answers in other ways")
     part.add_argument("--rounds", type=int, default=8, help="in the written tokens")
@@ -233,7 +233,7 @@ class Study:
     def __init__(self, given: argparse.Namespace) -> None:
         cuda = torch.cuda.is_available()
         self.given, self.began = given, time.time()
-        self.ways = given.ways.split(",")
+        self.ways, self.seeds = given.ways.split(","), [int(seed) for seed in given.seeds.split(",")]
         if unknown := set(self.ways) - set(WAYS):
             raise SystemExit(f"{', '.join(sorted(unknown))}: ways are {', '.join(WAYS)}")
         self.device, self.texts = "cuda" if cuda else "cpu", dict(given.text)
@@ -266,7 +266,8 @@ class Study:
     def run(self) -> None:
         """Measure the original and every way of every seed, as long as there is time."""
         self.prompts = self.invented()
-        plan = [("original", None), *((way, seed) for seed in range(self.given.seeds) for way in self.ways)]
+        plan: list[tuple[str, int | None]] = [("original", None)] if 0 in self.seeds else []
+        plan += [(way, seed) for seed in self.seeds for way in self.ways]
         for form, seed in plan:
             if (form, seed) in self.ended:
                 continue

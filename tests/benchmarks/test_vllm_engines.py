@@ -119,6 +119,7 @@ def test_engines_take_turns_and_a_failed_one_is_left_out(tmp_path: Path, monkeyp
     names = ["llama3-8b:1, stock", "llama3-8b:1, ladder", "llama3-8b:1, stock, stages"]
     assert found["started"] == names and found["milliseconds"].keys() == set(names)
     assert list(found["answers like stock"].values()) == [16, 0, 16]
+    assert set(found["answers like the first time"].values()) == {16}
     assert set(found["milliseconds"][names[1]]) >= {"step of 64", "first tokens of 16 x 2048"}
     assert (tmp_path / "qwen3-32b-1-w4a16-stock.log").exists()
 
