@@ -24,9 +24,11 @@ TIMES = {
 }
 
 IN_GRAPHS = {1024: {"stock": 9.0, "in_blocks": 1.0}}
-GATHERS = {64: {"stock": 1.0, "exchange": 9.0}, 1024: {"stock": 9.0, "exchange": 1.0}}
+GATHERS = {64: {"stock": 1.0, "exchange": 9.0}, 512: {"stock": 9.0, "exchange": 1.0}}
 EVERY_WAY = {
-    size: {"stock": 9.0, way: 1.0} for size, way in {256: "one_shot", 4096: "in_blocks", 1 << 20: "exchange"}.items()
+    256: {"stock": 9.0, "one_shot": 1.0, "in_blocks": 2.0, "exchange": 3.0},
+    4096: {"stock": 9.0, "one_shot": 2.0, "in_blocks": 1.0, "exchange": 3.0},
+    1 << 20: {"stock": 9.0, "in_blocks": 8.0, "exchange": 1.0},
 }
 
 

@@ -198,7 +198,6 @@ __device__ __forceinline__ void await_block(const Places* given, u64 flag, int r
     char* theirs = given->of[peer] + flag;
     while (peer != rank && !announced(theirs, call)) patience.wait(peer);
   }
-  FENCE();
   BARRIER();
 }
 
@@ -216,7 +215,6 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
   int last = min(count, first + part), share = (part + shares - 1) / shares;
   if (first < count) {
     for (int i = first + threadIdx.x; i < last; i += blockDim.x) places.put(values + 16ull * i, x[i]);
-    FENCE();
     BARRIER();
     if (threadIdx.x == 0) places.put_flag(sent, call);
     await_block(given, sent, rank, call, control, limit);
@@ -249,7 +247,6 @@ extern "C" __global__ void in_blocks(const Line* x, Line* y, int count, int gath
       }
     }
     if (shares > 1) {
-      FENCE();
       BARRIER();
       if (threadIdx.x == 0) places.put_flag(summed, call);
       await_block(given, summed, rank, call, control, limit);
@@ -375,7 +372,6 @@ struct Coded {
 __device__ __forceinline__ void hand_on(const Line* scales, int units, char* to, char* flag, u32 call) {
   BARRIER();
   for (int i = threadIdx.x; i * FOUR < units; i += blockDim.x) store_line(to + 16ull * i, scales[i]);
-  FENCE();
   BARRIER();
   if (threadIdx.x == 0) store_flag(flag, call);
 }

@@ -1,10 +1,10 @@
 """Which way through the host is fastest for how many bytes: measured where it will be used, in seconds.
 
-There is a table for sums in CUDA graphs, and one for sums that the host starts one by one, which may take it longer
-than they take; one for gathering what each rank has, as a server does its logits; and one for sums of which each rank
-keeps its rows, as experts need them beside data-parallel attention. What a server does without fcsd is measured beside
-it and wins where it is faster, so a server with these tables is never slower than without them, on the sizes that were
-measured.
+There is a table for sums in CUDA graphs, and one for sums that the host starts one by one; one for gathering what each
+rank has, as a server does its logits; and one for sums of which each rank keeps its rows, as experts need them beside
+data-parallel attention. What a server does without fcsd is measured beside it and wins where it is faster, so a server
+with these tables is never slower than without them, on the sizes that were measured. Outside of graphs a step waits for
+the GPU, or as often for the host, so there the time that the host takes to start a sum counts as well.
 """
 
 import fcntl
@@ -13,9 +13,11 @@ import math
 import os
 import re
 import statistics
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +39,8 @@ _HIDDEN = 4096  # values of a row whose record is sent
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
-_VERSION = 5  # of what the names of ways mean
+_BETWEEN = 8  # parts of the way from one size to the next
+_VERSION = 6  # of what the names of ways mean
 
 
 class HostTable(NamedTuple):
@@ -46,7 +49,8 @@ class HostTable(NamedTuple):
     Attributes:
         microseconds: by bytes, of every way that was measured.
         ways: the fastest of each size, in the order of ``sizes``.
-        sizes: in bytes, ascending. A tensor takes the way of the next larger size, or of the last one.
+        sizes: in bytes, ascending: those that were measured, and some between them. A tensor takes the way of the next
+            larger size, or of the last one.
     """
 
     microseconds: Mapping[int, Mapping[str, float]]
@@ -57,11 +61,16 @@ class HostTable(NamedTuple):
         """The way for a tensor of so many bytes."""
         return self.ways[min(bisect_left(self.sizes, size), len(self.sizes) - 1)]
 
+    def __str__(self) -> str:
+        """The sizes up to which each way goes."""
+        last = [n for n, way in enumerate(self.ways) if self.ways[n + 1 : n + 2] != (way,)]
+        return ", ".join(f"to {self.sizes[n] >> 10} KiB {self.ways[n]}" for n in last)
+
 
 class HostTables(NamedTuple):
     """The tables of a machine: ``gathers`` goes by the bytes of one rank, ``scatters`` by those before the sum.
 
-    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them.
+    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them, with the host's time to start them.
     """
 
     sums: HostTable
@@ -109,13 +118,11 @@ def measured(
         even = [len(whole) // sums.size] * sums.size
         scatters |= {way: lambda x, way=way, even=even: sums.scattered(x, even, way) for way in methods}
 
-        def timed(ways: dict[str, Callable[[Tensor], Any]], x: Tensor, graphed: bool) -> dict[str, float]:
-            return {name: _microseconds(run, x, group, graphed) for name, run in ways.items()}
+        def timed(ways: dict[str, Callable[[Tensor], Any]], x: Tensor) -> dict[str, float]:
+            return {name: _microseconds(run, x, group) for name, run in ways.items()}
 
-        graphed = size <= _GRAPHED
-        in_graphs[size] = timed(runs, x, graphed)
-        eager[size] = timed(runs, x, False) if graphed else in_graphs[size]
-        gathered[size], scattered[size] = timed(gathers, x, graphed), timed(scatters, whole, graphed)
+        in_graphs[size], gathered[size], scattered[size] = timed(runs, x), timed(gathers, x), timed(scatters, whole)
+        eager[size] = {name: in_graphs[size][name] + _host_microseconds(run, x, group) for name, run in runs.items()}
         if size == sizes[0] and any(min(table[size].values()) > _BUSY for table in found):
             raise ConfigError(
                 "another process works on the GPUs, so the ways to sum cannot be timed",
@@ -189,19 +196,29 @@ def _alone(file: Path) -> Iterator[None]:
 
 
 def of_times(found: Mapping[int, Mapping[str, float]]) -> HostTable:
-    """The table that follows from times."""
-    sizes = tuple(sorted(found))
-    return HostTable(found, sizes, tuple(min(found[size], key=found[size].__getitem__) for size in sizes))
+    """The table that follows from times. Between two sizes they lie on a line, for the ways that both sizes have."""
+    rows = sorted(found.items())
+    ways = {rows[0][0]: _fastest(rows[0][1])}
+    for (smaller, low), (larger, high) in pairwise(rows):
+        for part in range(1, _BETWEEN):
+            between = {way: low[way] + (high[way] - low[way]) * part / _BETWEEN for way in low if way in high}
+            ways[smaller + (larger - smaller) * part // _BETWEEN] = _fastest(between)
+        ways[larger] = _fastest(high)
+    return HostTable(found, tuple(ways), tuple(ways.values()))
 
 
-def _microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any, graphed: bool) -> float:
-    """The median time on the slowest rank, the same on all ranks: of the GPU, or of the host where it takes longer."""
-    count = 40 if x.nbytes <= 1 << 18 else 10 if x.nbytes <= _GRAPHED else 5
+def _fastest(times: Mapping[str, float]) -> str:
+    return min(times, key=times.__getitem__)
+
+
+def _microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any) -> float:
+    """The median time of the GPU on the slowest rank, the same on all ranks: in a CUDA graph, unless ``x`` is large."""
+    count = _count(x)
     for _ in range(2):
         run(x)
     torch.cuda.synchronize()
     many: Callable[[], Any] = lambda: [run(x) for _ in range(count)]  # noqa: E731
-    if graphed:
+    if x.nbytes <= _GRAPHED:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             many()
@@ -216,6 +233,28 @@ def _microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any, graphed: 
         end.record()
         torch.cuda.synchronize()
         times.append(1e3 * begin.elapsed_time(end) / count)
+    return _slowest(times, group)
+
+
+def _host_microseconds(run: Callable[[Tensor], Any], x: Tensor, group: Any) -> float:
+    """The median time in which the host of the slowest rank starts it, outside of graphs; the same on all ranks."""
+    count, times = _count(x), []
+    for _ in range(_REPEATS + 1):
+        dist.barrier(group)
+        begun = time.perf_counter()
+        for _ in range(count):
+            run(x)
+        times.append(1e6 * (time.perf_counter() - begun) / count)
+        torch.cuda.synchronize()
+    return _slowest(times, group)
+
+
+def _count(x: Tensor) -> int:
+    return 40 if x.nbytes <= 1 << 18 else 10 if x.nbytes <= _GRAPHED else 5
+
+
+def _slowest(times: list[float], group: Any) -> float:
+    """The median of all but the first, of the rank where it is largest."""
     everywhere: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, statistics.median(times[1:]), group=group)
     return max(everywhere)

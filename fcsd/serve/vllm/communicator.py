@@ -107,9 +107,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
                 log.warning("sums are vLLM's own: %s", found)
                 return
             self._sums = opened
-            rows = zip(self._tables.sums.sizes, self._tables.sums.ways, strict=True)
-            told = ", ".join(f"{size >> 10} KiB {way}" for size, way in rows)
-            log.info("sums through the host, the fastest way by size: %s", told)
+            log.info("sums through the host, the fastest way by size: %s", self._tables.sums)
 
         def all_reduce(self, input_: Any) -> Any:
             """The sum over the ranks, as a new tensor."""

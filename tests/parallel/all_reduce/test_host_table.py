@@ -19,9 +19,16 @@ from fcsd.parallel.all_reduce.host_table import HostTables, file_for, kept, of_t
 TIMES = {8192: {"stock": 16.0, "one_shot": 5.0}, 1 << 20: {"stock": 60.0, "exchange": 80.0}}
 
 
-def test_a_tensor_takes_the_way_of_the_next_larger_size() -> None:
+def test_a_tensor_takes_the_way_that_is_fastest_at_its_size() -> None:
     table = of_times(TIMES)
     assert [table.way(size) for size in (16, 8192, 8193, 1 << 20, 1 << 30)] == ["one_shot"] * 2 + ["stock"] * 3
+    # Between two sizes times lie on a line: the lines of these two cross three eighths of the way.
+    table = of_times(
+        {1 << 20: {"stock": 100.0, "exchange": 103.0, "in_blocks": 1.0}, 2 << 20: {"stock": 200.0, "exchange": 195.0}}
+    )
+    eighths = [table.way((1 << 20) + part * (1 << 17)) for part in range(9)]
+    assert eighths == ["in_blocks"] + ["stock"] * 3 + ["exchange"] * 5
+    assert str(table) == "to 1024 KiB in_blocks, to 1408 KiB stock, to 2048 KiB exchange"
 
 
 OTHER = '{"8": {"stock": 5}}'
@@ -91,22 +98,17 @@ def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of three ways and vLLM's own: sums in graphs, and eager, gathers, sums of one's rows.
-    times = iter((9.0, 2000.0, 5.0, 2000.0, 9.0, 8.0, 9.0, 9.0, 7.0, 8.0, 9.0, 9.0, 9.0, 4.0, 5.0, 6.0))
+    # Of vLLM's own and three ways: sums, gathers, sums of one's rows, and the host's part of sums.
+    times = iter((9.0, 2000.0, 5.0, 2000.0, 9.0, 9.0, 7.0, 8.0, 9.0, 9.0, 9.0, 4.0))
+    host = iter((1.0, 1.0, 6.0, 1.0))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
-    asked: list[bool] = []
-
-    def timed(run: Any, x: Any, group: Any, graphed: bool) -> float:
-        asked.append(graphed)
-        return next(times, 2000.0)
-
-    monkeypatch.setattr(host_table, "_microseconds", timed)
+    monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group: next(times, 2000.0))
+    monkeypatch.setattr(host_table, "_host_microseconds", lambda run, x, group: next(host, 0.0))
     sums: Any = SimpleNamespace(size=2)
     stock = host_table.Stock(*[lambda x: x] * 3)
     tables = host_table.measured(sums, stock, None, sizes=(8192,))
-    assert [table.ways for table in tables] == [("in_blocks",), ("one_shot",), ("stock",), ("one_shot",)]
-    assert asked == [True] * 4 + [False] * 4 + [True] * 8
+    assert [table.ways for table in tables] == [("in_blocks",), ("stock",), ("in_blocks",), ("exchange",)]
     with pytest.raises(ConfigError, match="another process works on the GPUs"):
         host_table.measured(sums, stock, None, sizes=(8192, 16384))
 
