@@ -55,7 +55,10 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "steps": steps(folder),
             "eager": eager(folder),
             "one kernel": one_kernel(folder),
+            "one channel": one_channel(folder),
+            "fences": fences(folder),
         },
+        "benchmarks/results/vllm_load.md": {"arrivals by host sums": arrivals(folder)},
         "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
         "benchmarks/results/engine.md": {"tp 4": served_by_four(folder)},
         "benchmarks/results/tensor_parallel.md": {
@@ -93,8 +96,8 @@ def host_sums(folder: Path) -> str:
     exact, int8, body = ("one_shot", "in_blocks", "exchange"), ("in_blocks:int8", "exchange:int8"), []
     coded, four = read("host_sums_2xh200.json"), read("host_sums_4xh200.json")
     for size, own in (coded | read(_TABLES)).items():
-        newer = coded[size] if "in_blocks:int8" in coded[size] else own
-        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(newer, *int8), beside(coded[size], "exchange:int4")]
+        int4 = beside(coded[size], "exchange:int4")
+        cells = [f"{own['stock']:.1f}", beside(own, *exact), beside(own, *int8), int4]
         row = four[size]
         cells += [f"{row['stock']:.1f}", beside(row, *exact), beside(row, *int8), beside(row, "exchange:int4")]
         body.append([_bytes(int(size)), *cells])
@@ -130,13 +133,59 @@ def copies(folder: Path) -> str:
 
 
 def eager(folder: Path) -> str:
-    """Microseconds of sums that the host starts one by one, of two ranks."""
+    """Microseconds of the GPU and of the host together for sums that the host starts one by one, of two ranks."""
     body = []
-    for size, row in _read(folder, "host_sums_2xh200.json")["eager, microseconds"].items():
+    for size, row in sorted(_read(folder, _TABLES)["eager"].items(), key=lambda one: int(one[0])):
+        if int(size) > 8 << 20:
+            continue  # where a table has the GPU's time alone since
         exact = min(row[way] for way in ("one_shot", "in_blocks", "exchange") if way in row)
         int8 = [row[way] for way in ("in_blocks:int8", "exchange:int8") if way in row]
-        body.append([_bytes(int(size)), f"{row['stock']:.1f}", f"{exact:.1f}", f"{min(int8):.1f}" if int8 else ""])
+        body.append([_bytes(int(size)), f"{row['stock']:.0f}", f"{exact:.0f}", f"{min(int8):.0f}" if int8 else ""])
     return _table(["bytes of a rank", "NCCL", "host, exact", "INT8"], body)
+
+
+def one_channel(folder: Path) -> str:
+    """Microseconds of NCCL with one channel, and how many times as fast sums through the host were, of two ranks."""
+    body = []
+    for size, row in _read(folder, "host_sums_one_channel_2xh200.json")["microseconds"].items():
+        exact = min(row[way] for way in ("one_shot", "in_blocks", "exchange") if way in row)
+        cells = [f"{row['stock']:.1f}", f"{row['stock'] / exact:.2f}x"]
+        for format in ("int8", "int4"):
+            times = [time for way, time in row.items() if way.endswith(f":{format}")]
+            cells.append(f"{row['stock'] / min(times):.2f}x" if times else "")
+        body.append([_bytes(int(size)), *cells])
+    return _table(["bytes of a rank", "NCCL, one channel, µs", "exact", "INT8", "INT4"], body)
+
+
+def fences(folder: Path) -> str:
+    """Microseconds of kernels in blocks with fences of all threads and without, of two ranks; medians of four turns."""
+    body = []
+    for name, forms in _read(folder, "host_sums_fences_2xh200.json").items():
+        if name.startswith("in_blocks"):
+            way, _, size = name.partition(" ")
+            times = [forms[form][1] for form in ("now", "bare")]
+            own = "INT8" if "int8" in way else "exact"
+            body.append([f"{size}, {own}", *(f"{time:.1f}" for time in times), f"{times[0] / times[1]:.2f}x"])
+    return _table(["bytes of a rank", "all threads fence", "none does", "gain"], body)
+
+
+def arrivals(folder: Path) -> str:
+    """Servers under random arrivals: each figure in ms, and how many times as fast as the first of its load and run."""
+    body = []
+    for run, file in (
+        ("first", "serve_vllm_load_8b_host_sums_slow_2xh200.json"),
+        ("second", "serve_vllm_load_8b_host_sums_again_slow_2xh200.json"),
+    ):
+        loads: dict[str, dict[str, dict[str, float]]] = {}
+        for name, one in _read(folder, file)["variants"].items():
+            for load, row in one["loads"].items():
+                loads.setdefault(load, {})[name] = row
+        for load, rows in loads.items():
+            for name, row in rows.items() if len(rows) > 1 else ():
+                whats = "first_p50", "first_p99", "token_p50", "token_p99"
+                cells = [f"{row[what]:.1f} ({rows['original'][what] / row[what]:.2f}x)" for what in whats]
+                body.append([f"{run}, {load}, {name}", *cells])
+    return _table(["run, load, server", "TTFT p50, ms", "p99", "step p50, ms", "p99"], body)
 
 
 def stress(folder: Path) -> str:

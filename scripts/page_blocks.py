@@ -36,6 +36,7 @@ ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so
 
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_tables_2xh200.json", "loads/0.6/first_p50"
+_ARRIVALS = "serve_vllm_load_8b_host_sums_again_slow_2xh200.json"
 _KERNELS = "vllm_quantised_kernels_1xh200.json"
 _DRAFTS = "draft_head_1xh200.jsonl"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
@@ -76,6 +77,12 @@ SITUATIONS = (
     ),
     ("the same, 16 MiB", _HOST, ["sums/16777216/stock", "sums/16777216/exchange"], "NCCL"),
     ("the same in INT8", _HOST, ["sums/16777216/stock", "sums/16777216/exchange:int8"], "NCCL"),
+    (
+        "Llama-3 8B, no NVLink, nothing converted, these all-reduces, random arrivals: median TPOT",
+        _ARRIVALS,
+        [f"variants/{name}/loads/0.6/token_p50" for name in ("original", "original, host sums")],
+        "stock vLLM",
+    ),
     *(
         (what, file, [f"milliseconds/{one}/{figure}", f"milliseconds/{other}/{figure}"], beside)
         for what, file, figure, one, other, beside in (

@@ -19,7 +19,8 @@ _TABLES, _STRESS = "host_tables_2xh200.json", ("host_sums_stress_2xh200.json", "
 _KINDS, _SHARDED = "vllm_host_sums_kinds_one_gpu_1xh200.json", "tp_by_host_graphs_2xh200.json"
 _EXPERTS, _OTHERS = "distill_v2lite_by_host_slow_2xh200.json", "vllm_turns_int4_and_experts_2xh200.json"
 _WIDE, _WIDE_INT4 = "vllm_turns_70b_tp4_4xh200.json", "vllm_turns_70b_int4_2xh200.json"
-_EXPERTS_ALONE = "vllm_turns_qwen3_experts_2xh200.json"
+_EXPERTS_ALONE, _KINDS_TWO = "vllm_turns_qwen3_experts_2xh200.json", "vllm_host_sums_kinds_2xh200.json"
+_ARRIVALS = tuple(f"serve_vllm_load_8b_host_sums_{run}slow_2xh200.json" for run in ("", "again_"))
 _8B_INT4, _QWEN3 = "llama3-8b:32:w4a16, ", "qwen3-30b-a3b:8, "
 _RUNS = (_TURNS, "vllm_turns_8b_one_round_2xh200.json", "vllm_turns_8b_again_2xh200.json")
 KIB = 1 << 10
@@ -100,6 +101,13 @@ def _with_experts(raw: Any) -> float:
     return times[0] / times[1]
 
 
+def _arrived(raw: Any, own: str = "original, host sums") -> float:
+    """A server beside stock under random arrivals, in the figure of the load in which it gains least."""
+    stock, rows = (raw["variants"][name]["loads"] for name in ("original", own))
+    whats = "first_p50", "first_p99", "token_p50", "token_p99"
+    return min(stock[load][what] / row[what] for load, row in rows.items() for what in whats)
+
+
 _SMALL = [8 * KIB << n for n in range(6)]
 _LARGE = [512 * KIB << n for n in range(8)]
 _STEPS = "step of 1", "step of 16", "step of 64"
@@ -164,6 +172,7 @@ GOALS = (
     Goal("products beside sums of 64 KiB", 1 / 1.05, _ALONE, (_TWO,), partial(_beside, sums="host, 64 KiB")),
     Goal("random sums between two GPUs, and between four, without a wrong bit", 1e6, "", _STRESS, _without_fault),
     Goal("kinds of stock models whose answers are NCCL's to the last bit, of eight", 8, "", (_KINDS,), _right),
+    Goal("the same on two GPUs, in graphs, eager and compiled, of five", 5, "", (_KINDS_TWO,), _right),
     *_timed("stock 8B, two ranks", 1.15, _NCCL, f"stock, {_HOST}", _STOCK, _STEPS),
     *_timed("the same", 1.25, _NCCL, f"stock, {_HOST}", _STOCK, _TOKENS),
     *_timed("the same with INT8", 1.6, _NCCL, f"stock, {_INT8}", _STOCK, _TOKENS),
@@ -179,7 +188,8 @@ GOALS = (
     Goal("eight of its layers, beside other engines", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_HOST}", (), _QWEN3)),
     Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_INT8}", (), _QWEN3)),
     Goal("three more models with experts; 70B's width in FP8", 1.0, _NCCL),
-    Goal("random arrivals, 0.3 to 0.9 of the peak, medians and 99th percentiles", 1.0, _NCCL),
+    Goal("random arrivals, medians and 99th percentiles, stock, at worst", 1.0, _NCCL, _ARRIVALS, _arrived),
+    Goal("the same with ladder", 1.0, _NCCL, _ARRIVALS, partial(_arrived, own="ladder, host sums")),
     *_of_four(),
     *(
         Goal(f"fcsd at its best, NVLink off: {one}", 1.0, _NVLINK, _RUNS, partial(_best, beside=[_LINKED], what=[one]))

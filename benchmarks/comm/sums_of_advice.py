@@ -1,8 +1,7 @@
 """Writes the all-reduces that ``fcsd advise`` assumes of other machines: ``python -m benchmarks.comm.sums_of_advice``.
 
 Those of a server's table, or of ``benchmarks/comm/host_sums.py``, on H200s: NCCL, with and without peer access,
-and through the host the fastest exact way and the fastest with INT8. What sends INT8 in one kernel was measured after
-that table, between two ranks.
+and through the host the fastest exact way and the fastest with INT8.
 """
 
 import json
@@ -12,7 +11,6 @@ from typing import Any
 RESULTS, FILE = Path("benchmarks/results"), Path("fcsd/advise/sums.json")
 WITHOUT_PEERS = {2: "host_tables_2xh200", 4: "host_sums_4xh200"}
 WITH_PEERS = {2: "host_sums_nvlink_2xh200_first"}
-LATER = {2: ("host_sums_2xh200", "in_blocks:int8")}
 WAYS = {
     "stock": ("stock",),
     "host": ("one_shot", "in_blocks", "exchange"),
@@ -26,10 +24,6 @@ def methods(repo: Path, files: dict[int, str], names: tuple[str, ...]) -> dict[s
     for ranks, file in files.items():
         raw = json.loads((repo / RESULTS / f"{file}.json").read_text())
         times = raw.get("microseconds") or raw["sums"]
-        if "host:int8" in names and ranks in LATER:
-            later, way = LATER[ranks]
-            rows = json.loads((repo / RESULTS / f"{later}.json").read_text())["microseconds"]
-            times = {size: row | {way: rows[size][way]} if way in rows[size] else row for size, row in times.items()}
         for name in names:
             rows = {size: [row[way] for way in WAYS[name] if way in row] for size, row in times.items()}
             found[name][str(ranks)] = {size: min(row) for size, row in rows.items()}

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -158,6 +158,26 @@ def in_a_fork(work: Callable[..., Any], *given: Any) -> Any:
     version()
     with ProcessPoolExecutor(1, _FORK) as pool:
         return pool.submit(work, *given).result()
+
+
+def measure_host_sums(environment: Mapping[str, str], counts: Iterable[int]) -> None:
+    """Measure the tables of sums through the host for engines of so many ranks that will ask for them.
+
+    Engines that start together would measure each other.
+
+    Raises:
+        ConfigError: they cannot be measured here.
+    """
+    if ranks := sorted(set(counts) - {1}):
+        in_a_fork(_measure_host_sums, {**os.environ, **environment}, ranks)
+
+
+def _measure_host_sums(environment: Mapping[str, str], counts: Sequence[int]) -> None:
+    from fcsd.bench.serve.host_ways import prepare, through_host
+
+    os.environ.update(environment)
+    for ranks in counts if through_host() else ():
+        prepare(ranks)
 
 
 def inspect_here() -> None:

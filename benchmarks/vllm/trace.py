@@ -3,8 +3,8 @@
     python -m benchmarks.vllm trace llama3-8b --layers 16 --tp 2 --out FOLDER
 
 One engine for each of ``WAYS``: the original, and again as the control, the wiring, the wiring with sums in flight
-from 256 tokens on, without any in pieces of graphs, and with its sums at once, and its bound. They start at the same
-time, and take turns, ``--rounds`` times.
+from 256 tokens on, without any in pieces of graphs, and with its sums at once, and its bound. With ``-by-host`` behind
+it, a way's sums go through memory of the host. They start at the same time, and take turns, ``--rounds`` times.
 FOLDER gets a file for each, written again after each turn. All times are ms:
 
 - ``single``: for each number of tokens, the median times from a prompt to its only token. Nothing else runs;
@@ -31,9 +31,10 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.vllm.engines import Failed, ask, forks, llm, replies, sampling, version
+from benchmarks.vllm.engines import Failed, ask, forks, llm, measure_host_sums, replies, sampling, version
 
 from fcsd.bench.runner import write
+from fcsd.bench.serve.variants import HOST_SUMS
 
 # What the plugin is told; None is the original, and a table of the same way for all sizes is written for "at once".
 WAYS: dict[str, dict[str, Any] | None] = {
@@ -45,6 +46,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "at once": {"table": True},
     "bound": {"reduce": "none"},
 }
+BY_HOST = " by host"
 STEP = re.compile(r"execute_context_(\d+)\((\d+)\)_generation_(\d+)\((\d+)\)")
 SHORT, LONG = 16, 1024  # tokens of the prompts and answers that are decoded meanwhile
 PAUSE = 3  # steps of these answers before each prompt
@@ -70,7 +72,7 @@ ARGUMENTS = {
     "--limit": dict(type=float, default=240.0, help="seconds of a turn, and of the start of all engines"),
     "--ways": dict(
         type=lambda words: words.replace("-", " ").split(","), default=[*WAYS],
-        help="some of: " + ",".join(WAYS).replace(" ", "-"),
+        help="some of: " + ",".join(WAYS).replace(" ", "-") + "; each with -by-host, too",
     ),
     "--out": dict(type=Path, required=True),
 }  # fmt: skip
@@ -94,7 +96,7 @@ class Bench:
         from fcsd.parallel.all_reduce.ways import PLAIN, VERSION, Way, Ways
 
         self.given, self.count, self.traces = given, 0, folder.resolve() / "traces"
-        config, told = config_of(given.model, given.layers), WAYS[way]
+        config, told = config_of(given.model, given.layers), WAYS[way.removesuffix(BY_HOST)]
         wiring = wiring_for("standard" if told is None else given.wiring, config, given.tp)
         longest = max(*given.tokens, given.prompt, SHORT + LONG) + 8
         model = write_directory(given.model, config, wiring, folder / "model", longest)
@@ -303,13 +305,16 @@ def main(given: argparse.Namespace) -> bool:
     # Random weights would choose a few experts, and other ones in each way.
     os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     version()
-    found: dict[str, dict[str, Any]] = {way: {"settings": WAYS[way]} for way in given.ways}
+    found: dict[str, dict[str, Any]] = {way: {"settings": WAYS[way.removesuffix(BY_HOST)]} for way in given.ways}
+    environments = {way: HOST_SUMS["host sums"] if way.endswith(BY_HOST) else {} for way in given.ways}
+    measure_host_sums({}, [given.tp] if any(environments.values()) else [])
     with TemporaryDirectory(prefix="fcsd-trace-") as scratch, forks() as fork:
         running = {}
         for way in given.ways:
             folder = Path(scratch) / way.replace(" ", "-")
             folder.mkdir()
-            running[way] = fork(serve, way, given, folder, log=given.out / f"{folder.name}.log")
+            log = given.out / f"{folder.name}.log"
+            running[way] = fork(serve, way, given, folder, log=log, environment=environments[way])
 
         def turn(ways: list[str], asked: str | None = None) -> Iterator[tuple[str, Any]]:
             """What these ways reply, if they have not failed, to a request or to their start; all of it is stored."""

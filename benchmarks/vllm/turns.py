@@ -22,7 +22,18 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.out_file import out_file
-from benchmarks.vllm.engines import Failed, Fork, ask, forks, generate, llm, replies, sampling, version
+from benchmarks.vllm.engines import (
+    Failed,
+    Fork,
+    ask,
+    forks,
+    generate,
+    llm,
+    measure_host_sums,
+    replies,
+    sampling,
+    version,
+)
 
 from fcsd.bench.runner import write
 from fcsd.errors import unknown_value
@@ -153,6 +164,7 @@ def main(given: Any) -> None:
     from fcsd.bench.serve.running import write_directory
     from fcsd.bench.serve.workload import Workload
     from fcsd.models.build import experts_of
+    from fcsd.serve.vllm.communicator import ASKED
 
     until, out = time.monotonic() + given.seconds, given.out
     for name in given.engines:
@@ -160,6 +172,9 @@ def main(given: Any) -> None:
             raise unknown_value("engine", name, engines("", 2))
     found: dict[str, Any] = {"command": given.command, "vllm": version(), "milliseconds": {}, "logs": {}}
     fill_integers()
+    own = [engines("", given.tp)[name] for name in given.engines]
+    ranks = {engine.options.get("tensor_parallel_size", given.tp) for engine in own if ASKED in engine.environment}
+    measure_host_sums(_APART, ranks)
     with tempfile.TemporaryDirectory() as scratch, forks() as fork:
         started: dict[str, Fork] = {}
         for shape in given.shapes:

@@ -139,10 +139,10 @@ def test_sums_are_compared_engine_by_engine(tmp_path: Path, monkeypatch: pytest.
 
 def test_steps_are_timed_and_traced_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILS", "fcsd")
-    words = ["--ways", "original,original-again,wired", "--repeats", "2", "--tokens", "8,16", "--layers", "1"]
+    words = ["--ways", "original,original-by-host,wired", "--repeats", "2", "--tokens", "8,16", "--layers", "1"]
     assert start("benchmarks.vllm", "trace", "llama3-8b", *words, "--out", str(tmp_path / "steps")), "one has failed"
     files = {file.stem: json.loads(file.read_text()) for file in (tmp_path / "steps").glob("*.json")}
-    assert files.keys() == {"original", "original-again", "wired"}
+    assert files.keys() == {"original", "original-by-host", "wired"}
     assert files["wired"] == {"settings": {}, "failed": "RuntimeError: no kernel"}
     first = files["original"]
     assert [len(first[name]) for name in ("single", "mixed", "decode")] == [2, 2, 2] and first["traced"] == {}

@@ -3,8 +3,8 @@
 There is a table for sums in CUDA graphs, and one for sums that the host starts one by one; one for gathering what each
 rank has, as a server does its logits; and one for sums of which each rank keeps its rows, as experts need them beside
 data-parallel attention. What a server does without fcsd is measured beside it and wins where it is faster, so a server
-with these tables is never slower than without them, on the sizes that were measured. Outside of graphs a step waits for
-the GPU, or as often for the host, so there the time that the host takes to start a sum counts as well.
+with these tables is never slower than without them, on the sizes that were measured. Outside of graphs a step waits as
+often for the host as for the GPU, so there the time in which the host starts a sum counts as well, unless it is large.
 """
 
 import fcntl
@@ -34,7 +34,7 @@ from fcsd.parallel.all_reduce.host import HostSums
 STOCK = "stock"
 SIZES = tuple(2**power for power in (13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 26))
 _BUSY = 1000.0  # microseconds: the smallest sum takes so long only if another process has one of the GPUs meanwhile
-_GRAPHED = 8 << 20  # up to so many bytes a tensor is timed in a CUDA graph, as in a step of decoding
+_GRAPHED = 8 << 20  # a tensor of up to so many bytes is timed in a CUDA graph, and the host's part in starting it, too
 _HIDDEN = 4096  # values of a row whose record is sent
 _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
@@ -70,7 +70,7 @@ class HostTable(NamedTuple):
 class HostTables(NamedTuple):
     """The tables of a machine: ``gathers`` goes by the bytes of one rank, ``scatters`` by those before the sum.
 
-    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them, with the host's time to start them.
+    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them, with the time of the host to start them.
     """
 
     sums: HostTable
@@ -122,7 +122,9 @@ def measured(
             return {name: _microseconds(run, x, group) for name, run in ways.items()}
 
         in_graphs[size], gathered[size], scattered[size] = timed(runs, x), timed(gathers, x), timed(scatters, whole)
-        eager[size] = {name: in_graphs[size][name] + _host_microseconds(run, x, group) for name, run in runs.items()}
+        eager[size] = dict(in_graphs[size])
+        for name, run in runs.items() if size <= _GRAPHED else ():
+            eager[size][name] += _host_microseconds(run, x, group)
         if size == sizes[0] and any(min(table[size].values()) > _BUSY for table in found):
             raise ConfigError(
                 "another process works on the GPUs, so the ways to sum cannot be timed",
