@@ -1,10 +1,11 @@
 """Which way through the host is fastest for how many bytes: measured where it will be used, in seconds.
 
 There is a table for sums in CUDA graphs, and one for sums that the host starts one by one; one for gathering what each
-rank has, as a server does its logits; and one for sums of which each rank keeps its rows, as experts need them beside
-data-parallel attention. What a server does without fcsd is measured beside it and wins where it is faster, so a server
-with these tables is never slower than without them, on the sizes that were measured. Outside of graphs a step waits as
-often for the host as for the GPU, so there the time in which the host starts a sum counts as well, unless it is large.
+rank has, as a server does its logits outside of graphs; and one for sums of which each rank keeps its rows, as experts
+need them beside data-parallel attention. What a server does without fcsd is measured beside it and wins where it is
+faster, so a server with these tables is never slower than without them, on the sizes that were measured. Outside of
+graphs a step waits as often for the host as for the GPU, so there the time in which the host starts a sum counts as
+well, unless it is large.
 """
 
 import fcntl
@@ -70,7 +71,8 @@ class HostTable(NamedTuple):
 class HostTables(NamedTuple):
     """The tables of a machine: ``gathers`` goes by the bytes of one rank, ``scatters`` by those before the sum.
 
-    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them, with the time of the host to start them.
+    ``sums`` is for sums in CUDA graphs, ``eager`` for those outside of them. ``eager`` and ``gathers`` have the time of
+    the GPU and that of the host to start them.
     """
 
     sums: HostTable
@@ -123,8 +125,9 @@ def measured(
 
         in_graphs[size], gathered[size], scattered[size] = timed(runs, x), timed(gathers, x), timed(scatters, whole)
         eager[size] = dict(in_graphs[size])
-        for name, run in runs.items() if size <= _GRAPHED else ():
-            eager[size][name] += _host_microseconds(run, x, group)
+        for times, ways in ((eager[size], runs), (gathered[size], gathers)) if size <= _GRAPHED else ():
+            for name, run in ways.items():
+                times[name] += _host_microseconds(run, x, group)
         if size == sizes[0] and any(min(table[size].values()) > _BUSY for table in found):
             raise ConfigError(
                 "another process works on the GPUs, so the ways to sum cannot be timed",

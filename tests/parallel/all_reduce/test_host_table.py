@@ -98,9 +98,9 @@ def test_servers_measure_one_after_the_other(tmp_path: Path) -> None:
 
 
 def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of vLLM's own and three ways: sums, gathers, sums of one's rows, and the host's part of sums.
+    # Of vLLM's own and three ways: sums, gathers, sums of one's rows, and the host's part of the first two.
     times = iter((9.0, 2000.0, 5.0, 2000.0, 9.0, 9.0, 7.0, 8.0, 9.0, 9.0, 9.0, 4.0))
-    host = iter((1.0, 1.0, 6.0, 1.0))
+    host = iter((1.0, 1.0, 6.0, 1.0, 1.0, 1.0, 9.0, 1.0))
     randn = torch.randn
     monkeypatch.setattr(torch, "randn", lambda *shape, device: randn(*shape))
     monkeypatch.setattr(host_table, "_microseconds", lambda run, x, group: next(times, 2000.0))
@@ -108,7 +108,7 @@ def test_nothing_is_chosen_on_gpus_that_others_use(monkeypatch: pytest.MonkeyPat
     sums: Any = SimpleNamespace(size=2)
     stock = host_table.Stock(*[lambda x: x] * 3)
     tables = host_table.measured(sums, stock, None, sizes=(8192,))
-    assert [table.ways for table in tables] == [("in_blocks",), ("stock",), ("in_blocks",), ("exchange",)]
+    assert [table.ways for table in tables] == [("in_blocks",), ("stock",), ("exchange",), ("exchange",)]
     with pytest.raises(ConfigError, match="another process works on the GPUs"):
         host_table.measured(sums, stock, None, sizes=(8192, 16384))
 
