@@ -6,8 +6,8 @@
 WEIGHTS is a format in which linear layers are stored, by default bfloat16: w4a16, fp8, or gpt-oss's own mxfp4. The
 wiring is ladder, and for a model with experts farskip, whose experts are whole on one GPU. ``--engines`` takes other
 names, of those in ``engines``, the same for all shapes; *stages* are pipeline stages of one GPU each, and *pairs* those
-of two. All run at the same time, and wait for their turn, and those that wait keep cores busy: twelve engines of two
-GPUs left 32 cores too few to time a step, and eight did not. Weights are random. A step is what one more token takes, over
+of two. All run at the same time, and wait for their turn. Those that wait keep cores busy: twelve engines of two GPUs
+left 32 cores too few to time a step, and eight did not. Weights are random. A step is what one more token takes, over
 64 tokens of 1, 16 and 64 answers in CUDA graphs; first tokens are those of one prompt of 512 tokens, which graphs
 cover, and of 16 prompts of 512 and 2048. ``fcsd bench serve`` does this with servers and more variants, in minutes.
 What was measured is in OUT.json after every turn, and what engines say is beside it.
