@@ -41,7 +41,7 @@ _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
 _BETWEEN = 8  # parts of the way from one size to the next
-_VERSION = 6  # of what the names of ways mean
+_VERSION = 6  # of what names and times mean
 
 
 class HostTable(NamedTuple):
