@@ -315,6 +315,9 @@ def to_text(advice: Advice) -> str:
         host.sums.told,
         f"Computation is predicted from the data sheet of {host.card.name}. `fcsd advise --measure` times it here.",
     ]
+    if any(way.kind in ("sums", "bits", "conversion") for way in advice.ways):
+        arrivals = "Under random arrivals sums by host and conversions were often slower than stock vLLM"
+        lines.append(f"Requests come at once here. {arrivals}; `fcsd bench serve` measures yours.")
     if any(way.kind == "conversion" for way in advice.ways):
         lines += [
             *_healing_told(advice),
