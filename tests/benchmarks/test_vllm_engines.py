@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from benchmarks.programs import start
-from benchmarks.vllm.engines import Failed, ask, forks, replies
+from benchmarks.vllm.engines import Failed, ask, forks, measure_host_sums, replies
+
+from fcsd.bench.serve import host_ways
 
 pytestmark = pytest.mark.lab
 
@@ -62,7 +64,8 @@ class LLM:
         self.token = int("fcsd" in config)
         self.llm_engine: Any = self
         compilation = SimpleNamespace(mode=0, cudagraph_mode="", max_cudagraph_capture_size=1, splitting_ops=[])
-        scheduler = SimpleNamespace(async_scheduling=True, max_num_seqs=1, max_num_batched_tokens=1)
+        by_host = int(os.environ.get("FCSD_ALL_REDUCE") == "host")
+        scheduler = SimpleNamespace(async_scheduling=True, max_num_seqs=1 + by_host, max_num_batched_tokens=1)
         self.vllm_config = SimpleNamespace(compilation_config=compilation, scheduler_config=scheduler)
         self.begun: dict[str, int] = {}
 
@@ -137,6 +140,17 @@ def test_sums_are_compared_engine_by_engine(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "sums" / "dense-graphs-NCCL-again.log").exists()
 
 
+def test_tables_of_sums_are_measured_before_engines_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(ranks: int) -> None:
+        (tmp_path / f"{ranks} {os.environ['LINK']}").touch()
+
+    monkeypatch.setattr(host_ways, "through_host", lambda: True)
+    monkeypatch.setattr(host_ways, "prepare", prepare)
+    measure_host_sums({"LINK": "off"}, [4, 1, 2, 2])
+    measure_host_sums({"LINK": "on"}, [])
+    assert {file.name for file in tmp_path.iterdir()} == {"2 off", "4 off"} and "LINK" not in os.environ
+
+
 def test_steps_are_timed_and_traced_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAILS", "fcsd")
     words = ["--ways", "original,original-by-host,wired", "--repeats", "2", "--tokens", "8,16", "--layers", "1"]
@@ -146,4 +160,6 @@ def test_steps_are_timed_and_traced_in_turns(tmp_path: Path, monkeypatch: pytest
     assert files["wired"] == {"settings": {}, "failed": "RuntimeError: no kernel"}
     first = files["original"]
     assert [len(first[name]) for name in ("single", "mixed", "decode")] == [2, 2, 2] and first["traced"] == {}
-    assert first["single"][0].keys() == {"8", "16"} and first["chosen"]["sequences"] == 1
+    assert first["single"][0].keys() == {"8", "16"}
+    told = [files[name]["chosen"]["sequences"] for name in ("original", "original-by-host")]
+    assert told == [1, 2], "the second one alone was told to sum through the host"

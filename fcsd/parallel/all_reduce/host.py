@@ -59,7 +59,7 @@ class HostSums(OneKernelSums):
         """See ``OneKernelSums``; also by the method ``exchange``.
 
         Args:
-            format: in which the values are sent; by ``in_blocks`` only what it ``codes``.
+            format: in which the values are sent; what ``in_blocks`` cannot send (``codes``) goes by ``exchange``.
 
         Raises:
             PeerLostError: a rank has ended.
