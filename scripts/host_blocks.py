@@ -44,7 +44,10 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "turns once": turns(folder, "vllm_turns_8b_one_round_2xh200.json", "stock"),
             "turns with int4": turns(folder, _OTHERS, "llama3-8b:32:w4a16, stock"),
             "turns with 70b in int4": turns(folder, "vllm_turns_70b_int4_2xh200.json", "stock"),
+            "turns with 70b in fp8": turns(folder, "vllm_turns_70b_fp8_2xh200.json", "stock"),
             "turns with experts": turns(folder, "vllm_turns_qwen3_experts_2xh200.json", "stock"),
+            "turns with experts in int4": turns(folder, "vllm_turns_qwen3_int4_2xh200.json", "stock"),
+            "turns with v2-lite": turns(folder, "vllm_turns_v2lite_2xh200.json", "stock"),
             "turns of four": turns(folder, "vllm_turns_70b_tp4_4xh200.json", "stock"),
             "copies": copies(folder),
             "served by host sums": served(folder),
@@ -58,7 +61,11 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "one channel": one_channel(folder),
             "fences": fences(folder),
         },
-        "benchmarks/results/vllm_load.md": {"arrivals by host sums": arrivals(folder)},
+        "benchmarks/results/vllm_load.md": {
+            "arrivals by host sums": arrivals(folder),
+            "steps by host": steps_one_by_one(folder),
+            "launched": launched(folder),
+        },
         "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
         "benchmarks/results/engine.md": {"tp 4": served_by_four(folder)},
         "benchmarks/results/tensor_parallel.md": {
@@ -175,6 +182,7 @@ def arrivals(folder: Path) -> str:
     for run, file in (
         ("first", "serve_vllm_load_8b_host_sums_slow_2xh200.json"),
         ("second", "serve_vllm_load_8b_host_sums_again_slow_2xh200.json"),
+        ("larger graphs", "serve_vllm_load_8b_host_sums_graphs_slow_2xh200.json"),
     ):
         loads: dict[str, dict[str, dict[str, float]]] = {}
         for name, one in _read(folder, file)["variants"].items():
@@ -186,6 +194,41 @@ def arrivals(folder: Path) -> str:
                 cells = [f"{row[what]:.1f} ({rows['original'][what] / row[what]:.2f}x)" for what in whats]
                 body.append([f"{run}, {load}, {name}", *cells])
     return _table(["run, load, server", "TTFT p50, ms", "p99", "step p50, ms", "p99"], body)
+
+
+def steps_one_by_one(folder: Path) -> str:
+    """Milliseconds to the only token of a prompt by engines that took turns; see ``benchmarks.vllm trace``."""
+    engines = _stepped(folder)
+    times = {
+        name: {
+            f"{tokens} tokens": statistics.median(turn[tokens] for turn in one["single"]) for tokens in one["single"][0]
+        }
+        | {"512, beside 28 answers": statistics.median(one["mixed"]), "28 answers": statistics.median(one["decode"])}
+        for name, one in engines.items()
+    }
+    first = times["original"]
+    body = [[what, *(f"{row[what]:.1f} ({first[what] / row[what]:.2f}x)" for row in times.values())] for what in first]
+    return _table(["ms", *times], body)
+
+
+def launched(folder: Path) -> str:
+    """What the hosts of both ranks did in the traced step of a prompt beside answers."""
+    attention, sums = "vllm::unified_attention_with_output", "vllm::all_reduce"
+    body = []
+    for name, one in _stepped(folder).items():
+        ranks = [one["traced"][trace]["512+28"] for trace in sorted(one["traced"])]
+        both = [[rank["host"], rank["operators"][attention], rank["operators"][sums]] for rank in ranks]
+        cells = [" and ".join(f"{row[n]:.1f}" for row in both) for n in range(3)]
+        plain = name.startswith("original")
+        shares = " and ".join(f"{row[2] / row[1]:.2f}" for row in both) if plain else ""
+        body.append([name, *cells[:2], cells[2] if plain else "", shares])
+    return _table(["ms on rank 0 and 1", "the step's launches", "of attention", "of sums", "sums over attention"], body)
+
+
+def _stepped(folder: Path) -> dict[str, Any]:
+    found = _read(folder, "vllm_steps_by_host_slow_2xh200.json")
+    order = ("original", "original again", "original by host", "wired", "wired by host")
+    return {name.replace("wired", "ladder"): found[name.replace(" ", "-")] for name in order}
 
 
 def stress(folder: Path) -> str:

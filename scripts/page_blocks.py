@@ -37,12 +37,13 @@ ADVISED = "meta-llama/Llama-3.1-8B-Instruct"  # of which fcsd has the config, so
 _LOAD, _SLOW = "serve_vllm_load_slow_2xh100.json", "serve_vllm_8b_slow_2xh200.json"
 _HOST, _TTFT = "host_tables_2xh200.json", "loads/0.6/first_p50"
 _ARRIVALS = "serve_vllm_load_8b_host_sums_again_slow_2xh200.json"
+_GRAPHED_ARRIVALS = "serve_vllm_load_8b_host_sums_graphs_slow_2xh200.json"
 _KERNELS = "vllm_quantised_kernels_1xh200.json"
 _DRAFTS = "draft_head_1xh200.jsonl"
 _INT4 = "quantised_smollm2_1xh200.jsonl"
 _TURNS, _AGAIN = "vllm_turns_8b_2xh200.json", "vllm_turns_8b_again_2xh200.json"
 _OTHERS, _EXPERTS = "vllm_turns_int4_and_experts_2xh200.json", "vllm_turns_qwen3_experts_2xh200.json"
-_WIDE = "vllm_turns_70b_tp4_4xh200.json"
+_WIDE, _FP8 = "vllm_turns_70b_tp4_4xh200.json", "vllm_turns_70b_fp8_2xh200.json"
 _SHORT, _LONG = "first tokens of 16 x 512", "first tokens of 16 x 2048"
 # What README tells of speed: the situation, the raw file, the place of the ratio in it (or of two times, the first of
 # which is divided by the second), and what it is compared with.
@@ -77,11 +78,17 @@ SITUATIONS = (
     ),
     ("the same, 16 MiB", _HOST, ["sums/16777216/stock", "sums/16777216/exchange"], "NCCL"),
     ("the same in INT8", _HOST, ["sums/16777216/stock", "sums/16777216/exchange:int8"], "NCCL"),
-    (
-        "Llama-3 8B, no NVLink, nothing converted, these all-reduces, random arrivals: median TPOT",
-        _ARRIVALS,
-        [f"variants/{name}/loads/0.6/token_p50" for name in ("original", "original, host sums")],
-        "stock vLLM",
+    *(
+        (
+            what,
+            file,
+            [f"variants/{name}/loads/0.6/token_p50" for name in ("original", "original, host sums")],
+            "stock vLLM",
+        )
+        for what, file in (
+            ("Llama-3 8B, no NVLink, nothing converted, these all-reduces, random arrivals: median TPOT", _ARRIVALS),
+            ("the same, both with CUDA graphs for such prompts", _GRAPHED_ARRIVALS),
+        )
     ),
     *(
         (what, file, [f"milliseconds/{one}/{figure}", f"milliseconds/{other}/{figure}"], beside)
@@ -100,6 +107,10 @@ SITUATIONS = (
                 "with INT4 weights and INT8 all-reduces: TTFT, short prompts at once",
                 *(_OTHERS, _SHORT, "llama3-8b:32:w4a16, stock", "llama3-8b:32:w4a16, stock, host sums in int8"),
                 "stock vLLM",
+            ),
+            (
+                "width of Llama-3 70B in FP8, nothing converted, these all-reduces: TPOT, many requests",
+                *(_FP8, "step of 64", "stock", "stock, host sums", "stock vLLM"),
             ),
             (
                 "16 layers of Qwen3-30B-A3B, nothing converted, these all-reduces: TTFT, short prompts at once",

@@ -147,10 +147,10 @@ def advise(
     rest = max((way.gain for way in ways if way.kind not in ("conversion", "replicas")), default=1.0)
     days = break_even_days(heal.gpu_hours, converted.gain / rest, host.gpus) if converted else math.inf
     rows = tuple(nearest(meta.numbers.total, bool(meta.numbers.experts)))
-    command = _command(chosen, model, host)
+    command = _command(chosen, model, host, load)
     untried = [way for way in ways if way.kind == "sums" and way.source != MEASURED]
     better = [way for way in untried if way.gain > WORTH_A_TRIAL * chosen.gain]
-    trial = None if fits_one or chosen.kind == "conversion" or not better else _command(better[0], model, host)
+    trial = None if fits_one or chosen.kind == "conversion" or not better else _command(better[0], model, host, load)
     return Advice(model, server, host, tuple(ways), chosen, why, command, trial, rows, heal, days, price)
 
 
@@ -269,7 +269,7 @@ def _healing(meta: MetaModel, host: Host) -> Healing:
     return Healing(card.name, gpus, flops_per_token(numbers, numbers, run) * HEAL_TOKENS / rate / 3600)
 
 
-def _command(chosen: Way, model: str, host: Host) -> str:
+def _command(chosen: Way, model: str, host: Host, load: Load) -> str:
     if chosen.kind == "conversion":
         share = "all" if chosen.share == 1 else "auto"
         return f"fcsd convert {model} OUT --wiring {chosen.wiring} --layers {share}"
@@ -281,7 +281,8 @@ def _command(chosen: Way, model: str, host: Host) -> str:
         return (by_host if ranks > 1 else f"vllm serve {model} ") + stages
     method = chosen.name.removeprefix("sums by ") if chosen.kind in ("sums", "bits") else ""
     if method and "=" not in method:
-        return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {method}"
+        graphs = f"--prompt-tokens {load.prompt_tokens} --concurrency {load.concurrency}"
+        return f"fcsd serve {model} --gpus {host.gpus} --all-reduce {method} {graphs}"
     return f"{method} vllm serve {model} --tensor-parallel-size {host.gpus}".lstrip()
 
 
@@ -316,8 +317,9 @@ def to_text(advice: Advice) -> str:
         f"Computation is predicted from the data sheet of {host.card.name}. `fcsd advise --measure` times it here.",
     ]
     if any(way.kind in ("sums", "bits", "conversion") for way in advice.ways):
-        arrivals = "Under random arrivals sums by host and conversions were often slower than stock vLLM"
-        lines.append(f"Requests come at once here. {arrivals}; `fcsd bench serve` measures yours.")
+        arrivals = "Under random arrivals sums by host and conversions were often slower than stock vLLM with its own"
+        larger = "CUDA graphs, and faster with those of `fcsd serve --prompt-tokens`"
+        lines.append(f"Requests come at once here. {arrivals} {larger}; `fcsd bench serve` measures yours.")
     if any(way.kind == "conversion" for way in advice.ways):
         lines += [
             *_healing_told(advice),

@@ -55,7 +55,9 @@ def test_without_peer_access_sums_through_the_host_are_a_trial(large: str, tmp_p
     packed = quantised(large, tmp_path, quant_method="gptq", bits=8, group_size=128)
     found = advise(packed, host_of(2, "L40S", None), LOAD)
     assert found.chosen.kind == "stock" and found.trial is not None
-    assert found.trial.endswith("--gpus 2 --all-reduce host") and "Worth a trial" in to_text(found)
+    assert found.trial.endswith(
+        f"--gpus 2 --all-reduce host --prompt-tokens {LOAD.prompt_tokens} --concurrency {LOAD.concurrency}"
+    ) and "Worth a trial" in to_text(found)
     assert any(way.kind == "conversion" and way.gain > found.chosen.gain for way in found.ways)
 
 
@@ -80,10 +82,10 @@ def test_stages_of_two_gpus_sum_through_the_host_where_there_are_four(large: str
     four, six = (advise(large, host_of(count, "L40S", None), LOAD).ways for count in (4, 6))
     stages, pairs = (way for way in four if way.kind == "stages")
     assert stages.served.step > pairs.served.step > four[0].served.step
-    assert _command(stages, large, host_of(4, "L40S", None)) == (
+    assert _command(stages, large, host_of(4, "L40S", None), LOAD) == (
         f"vllm serve {large} --pipeline-parallel-size 4 --max-num-batched-tokens 2048"
     )
-    assert _command(pairs, large, host_of(4, "L40S", None)) == (
+    assert _command(pairs, large, host_of(4, "L40S", None), LOAD) == (
         f"fcsd serve {large} --gpus 2 --all-reduce host -- --pipeline-parallel-size 2 --max-num-batched-tokens 2048"
     )
     assert [way.name for way in six if way.kind == "stages"] == [
@@ -246,7 +248,7 @@ def test_other_ways_of_a_machine_file_are_weighed(tmp_path: Path, large: str) ->
     host = host_of(None, None, file)
     (way,) = (way for way in advise(large, host, LOAD).ways if way.kind == "sums")
     assert way.name == f"sums by {setting}" and way.gain > 1
-    assert _command(way, large, host) == f"{setting} vllm serve {large} --tensor-parallel-size 4"
+    assert _command(way, large, host, LOAD) == f"{setting} vllm serve {large} --tensor-parallel-size 4"
 
 
 def test_what_servers_were_timed_with_takes_the_place_of_predictions(tmp_path: Path, large: str, monkeypatch) -> None:

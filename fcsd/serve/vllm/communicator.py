@@ -112,11 +112,12 @@ def communicator_of(base: type[Any]) -> type[Any]:
         def all_reduce(self, input_: Any) -> Any:
             """The sum over the ranks, as a new tensor."""
             sums = self._sums
-            if sums is None or not sums.supports(given := _aligned(input_)):
+            if sums is None:
                 return super().all_reduce(input_)
             table = self._tables.sums if _captures(input_) else self._tables.eager
             way = table.way(input_.nbytes)
-            if way == "stock":
+            # Asked first, because a step outside of graphs waits for the host.
+            if way == "stock" or not sums.supports(given := _aligned(input_)):
                 return super().all_reduce(input_)
             out = given.new_empty(given.shape)
             method, _, format = way.partition(":")
