@@ -1,15 +1,17 @@
 """Prepares a run for its first step: loads the models and the text, builds the engine, and loads a checkpoint."""
 
+import random
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
+import numpy
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, enable_full_determinism, set_seed
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.checkpoint import Checkpoint, whole_sha256
 from fcsd.config import Recipe, ResolvedRecipe, accumulation
@@ -125,7 +127,7 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     check(recipe, world.size)
     import_deepspeed()
     teams = teams_of(recipe, world)
-    (enable_full_determinism if recipe.deterministic else set_seed)(recipe.seed)
+    _seed(recipe.seed, recipe.deterministic)
     start = find_start(recipe, resume, world)
     say("reading the text ...")
     # The data come first, because a fault in them is found in less time than it takes to load a model.
@@ -237,6 +239,17 @@ def start_student(
     if start.checkpoint is not None:
         load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)
     return student, parts
+
+
+def _seed(seed: int, deterministic: bool) -> None:
+    """Seed what draws random numbers, as ``transformers.set_seed`` does, whose module imports peft for a second."""
+    if deterministic:
+        from transformers import enable_full_determinism
+
+        return enable_full_determinism(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def hide_progress_bars(world: World) -> None:

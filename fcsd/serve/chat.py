@@ -193,7 +193,7 @@ def answer(
         NonFiniteError: the model gives NaN or infinite logits.
     """
     import torch
-    from transformers import BatchEncoding, set_seed
+    from transformers import BatchEncoding
 
     from fcsd.checkpoint.tokenizer import chat_text, limited_template, text_ids
     from fcsd.engine.batches import generate_in_batch
@@ -236,7 +236,7 @@ def answer(
     if seed is None:
         options["do_sample"] = False
     else:
-        set_seed(seed)
+        torch.manual_seed(seed)
     try:
         ids = model.generate(**inputs.to(model.device), custom_generate=run, **options)
     except (ValueError, TypeError) as error:

@@ -433,7 +433,7 @@ def _link(file: Path) -> None:
     file.symlink_to(file.with_suffix(".elsewhere"))
 
 
-@pytest.mark.parametrize("part", ["train", "held_out"])
+@pytest.mark.parametrize("part", ["train", pytest.param("held_out", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "damage",
     [

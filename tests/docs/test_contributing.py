@@ -166,6 +166,7 @@ def add_a_format(page: str, copy: Path) -> Path:
     return test
 
 
+@pytest.mark.nightly
 def test_the_steps_add_the_easy_family(page: str, followed: Followed) -> None:
     """In a copy of the repository; the commands are those of the steps."""
     steps = steps_of(page)

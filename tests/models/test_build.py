@@ -120,7 +120,7 @@ AUTO = "import transformers.models.auto.modeling_auto, fcsd"
 MODEL = "import fcsd; from transformers import DeepseekV2Config"
 
 
-@pytest.mark.parametrize("order", ["import fcsd", AUTO, MODEL])
+@pytest.mark.parametrize("order", [AUTO, MODEL])
 def test_import_fcsd_is_enough(order, tmp_path):
     twin, ids = converted(tiny.model("deepseek_v2"), Wiring("farskip", (0, 1, 2, 3))), tiny.tokens()
     twin.save_pretrained(tmp_path)

@@ -259,15 +259,17 @@ def test_a_model_reads_what_its_template_makes_of_a_conversation(models, monkeyp
 
 
 def test_a_chat_template_has_limits(models, monkeypatch):
-    monkeypatch.setattr("fcsd.checkpoint.tokenizer.CPU_SECONDS", 0.3)
     speaker = load_speaker(str(models[0]))
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     for template, reason in {
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "ran for more than 0.3 s",
         "{{ 'x' * 3 * 10 ** 9 }}": "refuses the conversation: MemoryError",
         "{{ 'x' * 11 * 10 ** 6 }}": "refuses the conversation: over 10,000,000 characters",
         "{{ raise_exception('\x1b[2Jno') }}": r"refuses the conversation: \\u001b\[2Jno$",
+        endless: "ran for more than 0.3 s",
     }.items():
         monkeypatch.setattr(speaker.tokenizer, "chat_template", template)
+        if template == endless:  # the others end by themselves, however slow the machine is
+            monkeypatch.setattr("fcsd.checkpoint.tokenizer.CPU_SECONDS", 0.3)
         with pytest.raises(BadInputError, match=reason):
             answer(speaker, [{"role": "user", "content": "river"}])
 

@@ -147,7 +147,7 @@ def cases_of(folder: Path, arch: str, every: bool) -> tuple[dict[str, Any], dict
 @pytest.mark.parametrize(
     ("arch", "every"),
     [
-        ("qwen3_moe", False),
+        pytest.param("qwen3_moe", False, marks=pytest.mark.nightly),
         ("deepseek_v2", False),
         *(pytest.param(arch, True, marks=pytest.mark.nightly) for arch in ARCHES),
     ],

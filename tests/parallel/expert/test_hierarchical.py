@@ -225,7 +225,7 @@ def found_on_a_rank(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 4])
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     return in_group(request.param, found_on_a_rank, str(tmp_path_factory.mktemp("buffers")))
 
