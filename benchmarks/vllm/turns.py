@@ -196,8 +196,9 @@ def main(given: Any) -> None:
                 log = out.with_name(f"{name.replace(', ', '-').replace(' ', '-').replace(':', '-')}.log")
                 words = path, engine, given.tp, experts_of(config) > 0
                 started[name] = fork(serve, *words, log=log, environment=engine.environment)
-        up = {name for name, told in replies(started, until - 45) if not isinstance(told, Failed)}
-        running = {name: fork for name, fork in started.items() if name in up}
+        told = dict(replies(started, until - 45))
+        found["failed"] = {name: str(why) for name, why in told.items() if isinstance(why, Failed)}
+        running = {name: fork for name, fork in started.items() if name not in found["failed"]}
         answers, again = _answered(running), _answered(running)
         running = {name: fork for name, fork in running.items() if name in again}
         found["started"], turn, took = list(running), 0, 0.0
@@ -221,6 +222,8 @@ def main(given: Any) -> None:
     for name, rows in found["milliseconds"].items():
         print(name, {what: round(statistics.median(times), 3) for what, times in rows.items()}, flush=True)
     print(found["started"], found["answers like stock"], flush=True)
+    for name, why in found["failed"].items():
+        print(f"{name} failed: {why}", flush=True)
 
 
 def _answered(forks_: Mapping[str, Fork]) -> dict[str, list[list[int]]]:

@@ -1,6 +1,7 @@
 """What ``fcsd bench serve`` makes of its times: ratios, percentiles, the verdict, the break-even; and its choices."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from fcsd.bench.serve import choice, figures, table
 from fcsd.bench.serve.figures import PEAK, Answer
 from fcsd.bench.serve.measure import stored
 from fcsd.bench.serve.running import Server, error_behind, last_error
-from fcsd.bench.serve.under_vllm import _options, read_link
+from fcsd.bench.serve.under_vllm import _options, _without_graphs, read_link
 from fcsd.bench.serve.variants import PAIRS, Machine, Missing, Variant, alternatives, core, groups, room_for
 from fcsd.bench.serve.workload import Workload
 from fcsd.parallel.all_reduce.ways import Way
@@ -323,3 +324,13 @@ def test_the_text_begins_with_the_verdict() -> None:
     assert cells["ladder"].endswith("1 (2.00x)") and cells["bound (wrong results)"].endswith("0.5 (4.00x)")
     assert cells["0.5, ladder"].split()[-3:] == ["10", "(2.00x)", "30"] and "20 (1.00x)" in cells["0.5, original"]
     assert lines[2].startswith("ladder under load 0.5 (30 requests, 3 a second): first token 2.00x median; too few")
+
+
+def test_arrivals_of_prompts_without_graphs_are_told_which_graphs_they_lack() -> None:
+    load = Workload("tiny-dense", tp=2, prompts=(512, 2048), batches=(1, 16), loads=(0.6,))
+    note = _without_graphs(load)
+    assert note is not None and "--prompt-tokens 512 --concurrency 16" in note
+    sizes = json.loads(note.split("--compilation-config '")[1].rstrip("'"))["cudagraph_capture_sizes"]
+    assert any(512 < size <= 512 + 16 for size in sizes)
+    for changes in ({"loads": ()}, {"prompts": (128,)}, {"options": ("--compilation-config", "{}")}):
+        assert _without_graphs(dataclasses.replace(load, **changes)) is None

@@ -8,6 +8,7 @@ The figures are those of a client of the server, so they include vLLM's schedule
 processes. Prefix caching is off, prompts are random, and no answer ends early.
 """
 
+import json
 import os
 import statistics
 import subprocess
@@ -50,6 +51,7 @@ from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import experts_of
 from fcsd.parallel.all_reduce.backends import backend_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
+from fcsd.serve.server import graph_sizes
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
@@ -57,6 +59,7 @@ LEAST, MOST = 24, 600  # requests under a load
 UNDER_LOAD = ("original", "wired")  # the roles that get them: not the bound, nor other ways to sum
 PASSES = 2  # in which a variant gets them, so that what the host does meanwhile is seen
 ENOUGH = 0.5  # seconds for which a round measures a figure of a variant: one short answer says little
+_GRAPHED = 512  # tokens of the largest step for which vLLM makes a CUDA graph by itself
 _BUSY = "the host is too busy to time its steps"
 # A further form of a wiring, which the plugin does not choose by itself. Where prompts come alone, it says from how
 # many tokens on the sums of a step without a graph should travel.
@@ -107,6 +110,8 @@ def bench(
     others, missing = alternatives(machine, load, hidden=config.get_text_config().hidden_size, moe=moe)
     room = 1 if memory is None else room_for(memory, weight_bytes(config, load.dp, load.ep), cache, gpus)
     run = _Run(load, config, {"vllm": version, "variants": {}, "missing": missing, "notes": []}, write)
+    if (note := _without_graphs(load)) is not None:
+        run.found["notes"].append(note)
     if room == 1:
         run.found["notes"].append("the GPUs hold one server at a time, so that the variants ran one after the other")
     sharing = () if room == 1 else ("--gpu-memory-utilization", f"{0.94 / room:.3f}")
@@ -134,6 +139,19 @@ def bench(
         finally:
             run.end()
     return run.found
+
+
+def _without_graphs(load: Workload) -> str | None:
+    """What random arrivals lack with vLLM's own CUDA graphs, if they do, and what gives it to them."""
+    chosen = any(option.startswith(("--compilation-config", "-cc", "--enforce-eager")) for option in load.options)
+    if not load.loads or load.short < _GRAPHED or chosen:
+        return None
+    most = max(load.batches)
+    sizes = json.dumps({"cudagraph_capture_sizes": graph_sizes(load.short, most)}, separators=(",", ":"))
+    return (
+        f"under arrivals a prompt of {load.short} tokens beside answers had no CUDA graph, so it waited for the host; "
+        f"those of `fcsd serve --prompt-tokens {load.short} --concurrency {most}` are -- --compilation-config '{sizes}'"
+    )
 
 
 class _Run:
