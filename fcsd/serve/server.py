@@ -19,6 +19,7 @@ from types import MappingProxyType
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.errors import ConfigError, FcsdError, Stopped
+from fcsd.extras import require_extra
 from fcsd.launch.world import gpus_here
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.ways import read_ways
@@ -67,6 +68,7 @@ def serve(
         format_of(all_reduce)  # refuses another word
         environment[ASKED] = all_reduce
     source = open_checkpoint(model)
+    require_extra("vllm", "fcsd serve")  # before the tensors are compared, which takes seconds
     source.verify()
     path, config = source.path, source.config
     rewired = config.rewired or {"wiring": "standard"}

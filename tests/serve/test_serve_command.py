@@ -16,6 +16,7 @@ import ranks
 import tiny
 
 from fcsd import extras
+from fcsd.checkpoint import Checkpoint
 from fcsd.convert import convert_checkpoint
 from fcsd.errors import BadInputError, ConfigError
 from fcsd.serve import server
@@ -110,8 +111,10 @@ def test_what_is_checked_before_vllm_starts(models, monkeypatch):
     with pytest.raises(BadInputError, match="no such directory"):
         server.serve(str(models / "nowhere"), ready=never)
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"^fcsd serve needs vllm: pip install 'fcsd\[vllm\]'$"):
-        server.serve(str(models / "ladder"), ready=never)
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "verify", lambda source: pytest.fail("tensors are compared for nothing"))
+        with pytest.raises(ConfigError, match=r"^fcsd serve needs vllm: pip install 'fcsd\[vllm\]'$"):
+            server.serve(str(models / "ladder"), ready=never)
     monkeypatch.setattr(extras, "find_spec", lambda name: object())
     monkeypatch.setattr(support, "entry_points", lambda group: [])
     with pytest.raises(ConfigError, match="only with fcsd's plugin"):
@@ -184,7 +187,7 @@ def test_sums_through_the_host_are_asked_of_vllm(monkeypatch, tmp_path):
     config = SimpleNamespace(rewired=None, foreign=False)
     opened = SimpleNamespace(path=tmp_path, config=config, verify=lambda: None)
     monkeypatch.setattr(server, "open_checkpoint", lambda model: opened)
-    monkeypatch.setattr(server, "require_vllm", lambda what, rewired: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: object())
     monkeypatch.setattr(server, "run", lambda command, url, ready, environment: given.update(environment) or 0)
     port = ranks.free_port()
     server.serve("model", gpus=2, port=port, all_reduce="host:int8", ready=print)
