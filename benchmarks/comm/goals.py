@@ -141,6 +141,14 @@ def _at_worst(way: str, what: Sequence[str] = (), shape: str = "") -> Callable[[
     return found
 
 
+def _of_stock(name: str, file: str, shape: str = "", wired: str = "") -> Iterable[Goal]:
+    """What a stock model has by exact sums and by INT8, and a wiring by INT8, in the figure that gains least."""
+    yield Goal(name, 1.0, _NCCL, (file,), _at_worst(f"stock, {_HOST}", (), shape))
+    yield Goal("the same with INT8", 1.0, _NCCL, (file,), _at_worst(f"stock, {_INT8}", (), shape))
+    if wired:
+        yield Goal(f"the same, {wired} with INT8", 1.0, _NCCL, (file,), _at_worst(f"{wired}, {_INT8}", (), shape))
+
+
 def _best(raw: Any, beside: Sequence[str], what: Sequence[str]) -> float:
     """What fcsd has without NVLink, with the fastest of its engines for each figure, beside the fastest of others."""
     times = _medians(raw)
@@ -182,22 +190,13 @@ GOALS = (
     *_timed("ladder", 0.95, _BOUND, f"ladder, {_HOST}", "bound", _STEPS),
     *_timed("the same", 0.85, _BOUND, f"ladder, {_HOST}", "bound", _TOKENS),
     *_timed("the same with INT8", 0.92, _BOUND, f"ladder, {_INT8}", "bound", _TOKENS),
-    Goal("stock 8B with INT4 weights, at worst", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_HOST}", (), _8B_INT4)),
-    Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_INT8}", (), _8B_INT4)),
-    Goal("stock 70B's width with INT4 weights, at worst", 1.0, _NCCL, (_WIDE_INT4,), _at_worst(f"stock, {_HOST}")),
-    Goal("the same with INT8", 1.0, _NCCL, (_WIDE_INT4,), _at_worst(f"stock, {_INT8}")),
-    Goal("stock 70B's width with FP8 weights, at worst", 1.0, _NCCL, (_WIDE_FP8,), _at_worst(f"stock, {_HOST}")),
-    Goal("the same with INT8", 1.0, _NCCL, (_WIDE_FP8,), _at_worst(f"stock, {_INT8}")),
-    Goal("16 layers of stock Qwen3-30B-A3B, at worst", 1.0, _NCCL, (_EXPERTS_ALONE,), _at_worst(f"stock, {_HOST}")),
-    Goal("the same with INT8", 1.0, _NCCL, (_EXPERTS_ALONE,), _at_worst(f"stock, {_INT8}")),
-    Goal("eight of its layers, beside other engines", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_HOST}", (), _QWEN3)),
-    Goal("the same with INT8", 1.0, _NCCL, (_OTHERS,), _at_worst(f"stock, {_INT8}", (), _QWEN3)),
-    Goal("16 of its layers with INT4 weights", 1.0, _NCCL, (_EXPERTS_INT4,), _at_worst(f"stock, {_HOST}")),
-    Goal("the same with INT8", 1.0, _NCCL, (_EXPERTS_INT4,), _at_worst(f"stock, {_INT8}")),
-    Goal("the same, farskip with INT8", 1.0, _NCCL, (_EXPERTS_INT4,), _at_worst(f"farskip, {_INT8}")),
-    Goal("eight layers of stock DeepSeek-V2-Lite, at worst", 1.0, _NCCL, (_LATENT,), _at_worst(f"stock, {_HOST}")),
-    Goal("the same with INT8", 1.0, _NCCL, (_LATENT,), _at_worst(f"stock, {_INT8}")),
-    Goal("the same, farskip with INT8", 1.0, _NCCL, (_LATENT,), _at_worst(f"farskip, {_INT8}")),
+    *_of_stock("stock 8B with INT4 weights, at worst", _OTHERS, shape=_8B_INT4),
+    *_of_stock("stock 70B's width with INT4 weights, at worst", _WIDE_INT4),
+    *_of_stock("stock 70B's width with FP8 weights, at worst", _WIDE_FP8),
+    *_of_stock("16 layers of stock Qwen3-30B-A3B, at worst", _EXPERTS_ALONE),
+    *_of_stock("eight of its layers, beside other engines", _OTHERS, shape=_QWEN3),
+    *_of_stock("16 of its layers with INT4 weights", _EXPERTS_INT4, wired="farskip"),
+    *_of_stock("eight layers of stock DeepSeek-V2-Lite, at worst", _LATENT, wired="farskip"),
     Goal("gpt-oss-20b in MXFP4, Llama-4-Scout in FP8", 1.0, _NCCL),
     Goal("random arrivals, medians and 99th percentiles, stock, at worst", 1.0, _NCCL, _ARRIVALS, _arrived),
     Goal("the same with ladder", 1.0, _NCCL, _ARRIVALS, partial(_arrived, own="ladder, host sums")),

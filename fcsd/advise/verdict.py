@@ -317,9 +317,11 @@ def to_text(advice: Advice) -> str:
         f"Computation is predicted from the data sheet of {host.card.name}. `fcsd advise --measure` times it here.",
     ]
     if any(way.kind in ("sums", "bits", "conversion") for way in advice.ways):
-        arrivals = "Under random arrivals sums by host and conversions were often slower than stock vLLM with its own"
-        larger = "CUDA graphs, and faster with those of `fcsd serve --prompt-tokens`"
-        lines.append(f"Requests come at once here. {arrivals} {larger}; `fcsd bench serve` measures yours.")
+        lines += [
+            "Requests come at once here; `fcsd bench serve` measures random arrivals. Under them sums by host and",
+            "conversions were often slower than stock vLLM with its own CUDA graphs, and faster in the median with",
+            "those of `fcsd serve --prompt-tokens`.",
+        ]
     if any(way.kind == "conversion" for way in advice.ways):
         lines += [
             *_healing_told(advice),

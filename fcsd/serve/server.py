@@ -19,7 +19,6 @@ from types import MappingProxyType
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.errors import ConfigError, FcsdError, Stopped
-from fcsd.extras import require_extra
 from fcsd.launch.world import gpus_here
 from fcsd.models.wiring_block import DESYNC
 from fcsd.parallel.all_reduce.ways import read_ways
@@ -68,8 +67,6 @@ def serve(
         format_of(all_reduce)  # refuses another word
         environment[ASKED] = all_reduce
     source = open_checkpoint(model)
-    require_extra("vllm", "fcsd serve")  # before the tensors are compared, which takes seconds
-    source.verify()
     path, config = source.path, source.config
     rewired = config.rewired or {"wiring": "standard"}
     require_vllm("fcsd serve", rewired=config.rewired is not None)
@@ -92,6 +89,7 @@ def serve(
             raise ConfigError(f"{option} behind -- is set by fcsd serve", f"Use {own} before --.")
     told = [*options, *_further(table, graphs, gpus, options)]
     _check_port(port)
+    source.verify()  # last, because it takes seconds
     code = run(_command(path, model, gpus, port, told), _url(port, options), ready, environment=environment)
     if code:
         raise FcsdError(f"vLLM ended with exit code {code}", "Its messages above say why.")

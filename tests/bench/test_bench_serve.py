@@ -106,7 +106,9 @@ def test_every_variant_is_a_server_that_is_timed_in_turns(asked, monkeypatch):
     def write(found: dict[str, Any]) -> None:
         written.append(found["variants"].get("ladder", {}).get("loads", {}).get("0.5", {}).get("requests"))
 
+    monkeypatch.setattr(under_vllm, "_GRAPHED", 8)
     found = run(Workload("tiny-dense", 2, tp=4, options=budget, **SMALL), 80 << 30, write)
+    assert any("--prompt-tokens 8 --concurrency 2" in note for note in found["notes"])
     variants, servers = found["variants"], asked()
     # The replicas are four servers and run alone, after those that share the GPUs.
     names = ["original", "ladder", "bound", "ladder, sums at once", "original, async TP"]

@@ -45,6 +45,9 @@ def test_what_ran_several_times_is_reached_by_all_runs_or_not(tmp_path: Path) ->
         row = next(line for line in goals.goals(tmp_path).splitlines() if "stock 8B, two ranks: step of 1 " in line)
         assert met in row
     assert "1.25, 1.11x NCCL" in row
+    assert goals._shown(0.996, 1.0) == "0.996" and goals._shown(1.004, 1.0) == "1.00", (
+        "a near miss does not look reached"
+    )
 
 
 def test_training_is_beside_its_bound_and_the_best_of_standard(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_engines_take_turns_and_a_failed_one_is_left_out(tmp_path: Path, monkeyp
     assert set(found["answers like the first time"].values()) == {16}
     assert set(found["milliseconds"][names[1]]) >= {"step of 64", "first tokens of 16 x 2048"}
     assert (tmp_path / "qwen3-32b-1-w4a16-stock.log").exists()
+    assert len(found["failed"]) == 3 and set(found["failed"].values()) == {"RuntimeError: no kernel"}
 
 
 def test_sums_are_compared_engine_by_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
