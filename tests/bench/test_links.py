@@ -62,7 +62,8 @@ def test_the_ways_through_the_host_are_those_that_servers_find(tmp_path: Path, m
 
     def keep(row: dict[str, float]) -> None:
         file = host_table.file_for(tmp_path, "L40S", 2, "host:int8")
-        file.write_text(json.dumps({"sums": {"8192": row}, "eager": gathers, "gathers": gathers, "scatters": gathers}))
+        others = {name: gathers for name in host_table.HostTables._fields}
+        file.write_text(json.dumps({**others, "sums": {"8192": row}}))
 
     assert host_ways.microseconds([2]) == {}, "nothing was measured"
     keep({"stock": 50.0, "one_shot": 20.0, "in_blocks": 30.0, "exchange:int8": 10.0})
@@ -80,7 +81,7 @@ def test_one_pass_measures_all_tables_of_a_server() -> None:
     sums = host_table.of_times({8192: {"stock": 50.0, "one_shot": 20.0, "exchange:int8": 10.0}})
     gathers = host_table.of_times({8192: {"stock": 9.0}})
     assert sums.ways == ("exchange:int8",)
-    found = host_ways.exact(host_table.HostTables(sums, sums, gathers, gathers))
+    found = host_table.exact(host_table.HostTables(sums, sums, gathers, gathers))
     assert found.sums.ways == ("one_shot",) and found.sums.microseconds == {8192: {"stock": 50.0, "one_shot": 20.0}}
     assert found.gathers == found.scatters == gathers and found.eager == found.sums
     assert {asked for one in HOST_SUMS.values() for asked in one.values()} == {"host", host_ways._MOST_WAYS}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fcsd.errors import ConfigError
 from fcsd.kernels.bit_split import Format
-from fcsd.parallel.all_reduce.host_table import HostTables, of_times
+from fcsd.parallel.all_reduce.host_table import HostTables, exact, of_times
 from fcsd.serve.vllm import communicator
 
 TIMES = {
@@ -74,7 +74,7 @@ class Sums:
 def opened(format: Format | None = None) -> Any:
     made = communicator.communicator_of(Stock)("pp:0")
     tables = HostTables(*map(of_times, (IN_GRAPHS, TIMES, GATHERS, GATHERS)))
-    made._sums, made._tables, made._format = Sums(), tables, format
+    made._sums, made._tables, made._exact, made._format = Sums(), tables, exact(tables), format
     return made
 
 
@@ -148,7 +148,7 @@ def test_each_size_goes_its_fastest_way_and_leaves_its_input() -> None:
     assert made.all_reduce(middle) == "stock"
     made.all_reduce(large)
     made.all_reduce(odd)  # its rows are not divided by the groups of the format
-    assert made._sums.asked == [("one_shot", None), ("exchange", int8), (None, None)]
+    assert made._sums.asked == [("one_shot", None), ("exchange", int8), ("exchange", None)]
     # Where a tensor lies does not decide, because another rank's may lie elsewhere.
     beside = torch.ones(257)[1:].view(1, 256)
     assert torch.equal(made.all_reduce(small.t()), 2 * small.t()) and torch.equal(made.all_reduce(beside), 2 * beside)

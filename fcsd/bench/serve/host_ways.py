@@ -5,7 +5,7 @@ A server that measures them while others start on the same GPUs would measure th
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +18,17 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from fcsd.errors import ConfigError
 from fcsd.foreign_errors import reason_in
 from fcsd.parallel.all_reduce.host import sums_of
-from fcsd.parallel.all_reduce.host_table import STOCK, HostTables, Stock, file_for, kept, measured, of_times, read_times
+from fcsd.parallel.all_reduce.host_table import (
+    STOCK,
+    HostTables,
+    Stock,
+    exact,
+    exact_ways,
+    file_for,
+    kept,
+    measured,
+    read_times,
+)
 from fcsd.serve.vllm.communicator import caches, format_of
 
 # A setting of NCCL: without peer access its copies are those of copy engines, not of kernels.
@@ -52,7 +62,7 @@ def microseconds(counts: Sequence[int]) -> dict[str, dict[int, dict[int, float]]
     for ranks in counts:
         for size, row in _kept(ranks).items():
             own = {way: time for way, time in row.items() if way != STOCK}
-            for name, time in (("host", min(_exact(own).values())), (_MOST_WAYS, min(own.values()))):
+            for name, time in (("host", min(exact_ways(own).values())), (_MOST_WAYS, min(own.values()))):
                 found.setdefault(name, {}).setdefault(ranks, {})[size] = time
         with _copies():
             for size, row in _kept(ranks).items():
@@ -121,13 +131,3 @@ def _rank(rank: int, ranks: int, meeting: Path) -> None:
     ways = table(_MOST_WAYS, lambda: measured(sums, stock, group, format_of(_MOST_WAYS)))
     table("host", lambda: exact(ways))
     dist.barrier()
-
-
-def exact(tables: HostTables) -> HostTables:
-    """The tables without the ways that change results."""
-    found = ({size: _exact(row) for size, row in table.microseconds.items()} for table in tables)
-    return HostTables(*map(of_times, found))
-
-
-def _exact(row: Mapping[str, float]) -> dict[str, float]:
-    return {way: time for way, time in row.items() if ":" not in way}

@@ -115,6 +115,12 @@ class Gpu:
         do = self._driver.cuMemcpyDtoHAsync_v2 if up else self._driver.cuMemcpyHtoDAsync_v2
         _check(do(_POINTER(to), _POINTER(of), ctypes.c_size_t(size), ctypes.c_void_p(stream)), "copying by the host")
 
+    def copy_here(self, to: int, of: int, size: int) -> None:
+        """Copy ``size`` bytes within the GPU, on the current stream."""
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        done = self._driver.cuMemcpyDtoDAsync_v2(_POINTER(to), _POINTER(of), ctypes.c_size_t(size), stream)
+        _check(done, "copying within the GPU")
+
     def replay(self, key: Hashable, do: Callable[[], None]) -> None:
         """Do what is the same whenever ``key`` is, on the current stream.
 

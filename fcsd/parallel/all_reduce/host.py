@@ -88,16 +88,21 @@ class HostSums(OneKernelSums):
 
     def exchange(self, x: Tensor, out: Tensor) -> None:
         """By copy engines: in one step between two ranks, in two steps between more."""
-        values, sums = x.view(-1), out.view(-1)
+        if self.size == 2:
+            self._in_one_step(x, out)
+            return
         most = EXCHANGE // (16 * self.size) * (16 * self.size) // x.element_size()  # whole lines for each rank
-        for part, total in zip(values.split(most), sums.split(most), strict=True):
-            if self.size == 2:
-                every = self._sent(self.size, len(part), dtype=part.dtype)
-                every[self.rank].copy_(part)
-                self._gather(part.nbytes)
-                self._add(part, every, total)
-            else:
-                self._in_two_steps(part, total)
+        for part, total in zip(x.view(-1).split(most), out.view(-1).split(most), strict=True):
+            self._in_two_steps(part, total)
+
+    def _in_one_step(self, x: Tensor, out: Tensor) -> None:
+        """By addresses: a step outside of a graph waits for each microsecond in which the host makes views."""
+        staged, most = self._staged.data_ptr(), EXCHANGE // 32 * 32
+        for at in range(0, x.nbytes, most):
+            size, own = min(most, x.nbytes - at), x.data_ptr() + at
+            self.device.copy_here(staged + self.rank * size, own, size)
+            self._gather(size)
+            self._add(x.dtype, size, own, staged, out.data_ptr() + at)
 
     def _in_two_steps(self, x: Tensor, out: Tensor) -> None:
         line = 16 // x.element_size()
@@ -113,12 +118,13 @@ class HostSums(OneKernelSums):
     def _sum_share(self, shares: Tensor, out: Tensor) -> None:
         """The sum of this rank's share, of ``shares`` ``[ranks, ...]`` of all ranks, which lie where rows are sent."""
         self._scatter(shares[0].nbytes)
-        self._add(shares[self.rank], self._arrived(*shares.shape, dtype=shares.dtype), out)
+        own, others = shares[self.rank], self._arrived(*shares.shape, dtype=shares.dtype)
+        self._add(own.dtype, own.nbytes, own.data_ptr(), others.data_ptr(), out.data_ptr())
 
-    def _add(self, own: Tensor, others: Tensor, out: Tensor) -> None:
-        lines = own.nbytes // 16
-        addresses = own.data_ptr(), others.data_ptr(), out.data_ptr()
-        self.device.start("add_parts", own.dtype, self.device.blocks(lines), 256, None, *addresses, lines, self.rank)
+    def _add(self, dtype: torch.dtype, size: int, own: int, others: int, out: int) -> None:
+        """Write the sum of what lies at two addresses, of which the second has a place for each rank, to a third."""
+        blocks, lines = self.device.blocks(size // 16), size // 16
+        self.device.start("add_parts", dtype, blocks, 256, None, own, others, out, lines, self.rank)
 
     def _in_format(self, x: Tensor, out: Tensor, format: Format) -> None:
         """Every value is decoded from what is sent, that of the rank itself too: see ``quantised``."""

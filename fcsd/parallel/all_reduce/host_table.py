@@ -41,7 +41,7 @@ _MOST = {"one_shot": ONE_SHOT, "in_blocks": BLOCKS}  # bytes
 _REPEATS = 5
 _SETTINGS = ("NCCL_P2P_DISABLE", "NCCL_SHM_USE_CUDA_MEMCPY")  # of NCCL, which change what stock takes
 _BETWEEN = 8  # parts of the way from one size to the next
-_VERSION = 6  # of what names and times mean
+_VERSION = 7  # of what names and times mean
 
 
 class HostTable(NamedTuple):
@@ -210,6 +210,17 @@ def of_times(found: Mapping[int, Mapping[str, float]]) -> HostTable:
             ways[smaller + (larger - smaller) * part // _BETWEEN] = _fastest(between)
         ways[larger] = _fastest(high)
     return HostTable(found, tuple(ways), tuple(ways.values()))
+
+
+def exact(tables: HostTables) -> HostTables:
+    """The tables without the ways that change results."""
+    found = ({size: exact_ways(row) for size, row in table.microseconds.items()} for table in tables)
+    return HostTables(*map(of_times, found))
+
+
+def exact_ways(times: Mapping[str, float]) -> dict[str, float]:
+    """The times without those of ways that change results."""
+    return {way: time for way, time in times.items() if ":" not in way}
 
 
 def _fastest(times: Mapping[str, float]) -> str:

@@ -88,7 +88,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
             import torch.distributed as dist
 
             from fcsd.parallel.all_reduce.host import sums_of
-            from fcsd.parallel.all_reduce.host_table import Stock, file_for, kept, measured
+            from fcsd.parallel.all_reduce.host_table import Stock, exact, file_for, kept, measured
 
             problem, opened = None, None
             try:
@@ -97,7 +97,7 @@ def communicator_of(base: type[Any]) -> type[Any]:
                 stock = Stock(own.all_reduce, own.all_gather, lambda x: own.reduce_scatter(x, 0))
                 file = file_for(caches(), torch.cuda.get_device_name(), self.world_size, os.environ[ASKED])
                 self._tables = kept(file, lambda: measured(sums, stock, self.cpu_group, format), self.cpu_group)
-                self._format = format
+                self._format, self._exact = format, exact(self._tables)
             except Exception as error:  # a server that starts is better than one that does not; it says so below
                 problem = f"{type(error).__name__}: {reason_of(error)}"
                 log.debug("sums through the host", exc_info=True)
@@ -114,19 +114,15 @@ def communicator_of(base: type[Any]) -> type[Any]:
             sums = self._sums
             if sums is None:
                 return super().all_reduce(input_)
-            table = self._tables.sums if _captures(input_) else self._tables.eager
+            tables = self._tables if _divides(self._format, input_) else self._exact
+            table = tables.sums if _captures(input_) else tables.eager
             way = table.way(input_.nbytes)
             # Asked first, because a step outside of graphs waits for the host.
             if way == "stock" or not sums.supports(given := _aligned(input_)):
                 return super().all_reduce(input_)
             out = given.new_empty(given.shape)
             method, _, format = way.partition(":")
-            if format and _divides(self._format, given):
-                sums.all_reduce(given, out, method, self._format)
-            elif format:
-                sums.all_reduce(given, out)
-            else:
-                sums.all_reduce(given, out, method)
+            sums.all_reduce(given, out, method, self._format if format else None)
             return out
 
         def all_gather(self, input_: Any, dim: int = -1) -> Any:

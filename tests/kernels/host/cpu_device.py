@@ -95,6 +95,9 @@ class Cpu:
 
         self._queues[stream].put(do)
 
+    def copy_here(self, to: int, of: int, size: int) -> None:
+        ctypes.memmove(to, of, size)
+
     def fork(self) -> tuple[list[int], list[int]]:
         return [0, 1], [2, 3]
 
