@@ -17,6 +17,8 @@ _TABLES, _TURNS = "host_tables_2xh200.json", "vllm_turns_8b_2xh200.json"
 _OTHERS, _SERVED = "vllm_turns_int4_and_experts_2xh200.json", "serve_vllm_8b_host_sums_slow_2xh200.json"
 _TRAINED, _DISTILLED = "train_v2lite_by_host_slow_2xh200.json", "distill_v2lite_by_host_slow_2xh200.json"
 _SHARDED, _WIDE = "tp_by_host_graphs_2xh200.json", "divide_70b_2xh200.txt"
+_STEPPED, _IN_FLIGHT = "vllm_steps_by_host_slow_2xh200.json", "vllm_steps_in_flight_by_host_slow_2xh200.json"
+_IN_FLIGHT_BEFORE = "vllm_steps_in_flight_by_host_before_slow_2xh200.json"
 _STRESS = {
     "host_sums_stress_2xh200.json": "two GPUs, in graphs",
     "host_sums_stress_4xh200.json": "four GPUs, in graphs",
@@ -48,6 +50,9 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "turns with experts": turns(folder, "vllm_turns_qwen3_experts_2xh200.json", "stock"),
             "turns with experts in int4": turns(folder, "vllm_turns_qwen3_int4_2xh200.json", "stock"),
             "turns with v2-lite": turns(folder, "vllm_turns_v2lite_2xh200.json", "stock"),
+            "turns with gpt-oss-20b": turns(folder, "vllm_turns_gpt_oss_20b_2xh200.json", "stock"),
+            "turns with gpt-oss-120b": turns(folder, "vllm_turns_gpt_oss_120b_2xh200.json", "stock"),
+            "turns with llama-4-scout": turns(folder, "vllm_turns_scout_fp8_2xh200.json", "stock"),
             "turns of four": turns(folder, "vllm_turns_70b_tp4_4xh200.json", "stock"),
             "copies": copies(folder),
             "served by host sums": served(folder),
@@ -57,13 +62,16 @@ def host_blocks(root: Path) -> dict[str, dict[str, str]]:
             "products": products(folder),
             "steps": steps(folder),
             "eager": eager(folder),
+            "started": started(folder),
             "one kernel": one_kernel(folder),
             "one channel": one_channel(folder),
             "fences": fences(folder),
         },
         "benchmarks/results/vllm_load.md": {
             "arrivals by host sums": arrivals(folder),
-            "steps by host": steps_one_by_one(folder),
+            "steps by host": steps_one_by_one(folder, _STEPPED),
+            "in flight by host, before": steps_one_by_one(folder, _IN_FLIGHT_BEFORE),
+            "in flight by host": steps_one_by_one(folder, _IN_FLIGHT),
             "launched": launched(folder),
         },
         "benchmarks/results/overlap.md": {"rows by host": rows_by_host(folder), "steps by host": steps_by_host(folder)},
@@ -151,6 +159,23 @@ def eager(folder: Path) -> str:
     return _table(["bytes of a rank", "NCCL", "host, exact", "INT8"], body)
 
 
+def started(folder: Path) -> str:
+    """Microseconds in which the host starts one sum in flight, before and after two ranks exchanged by addresses."""
+    raw = _read(folder, "host_starts_2xh200.json")
+    body = []
+    for size, row in raw["after"].items():
+        times = [raw["before"][size]["exchange flying host"], row["exchange flying host"], row["stock flying host"]]
+        body.append([f"{size} MiB", *(f"{time:.0f}" for time in times)])
+    busy = raw["both, in vLLM, six engines"]
+    alone = raw["after, in vLLM"]
+    for size in ("16", "32"):
+        what = f"start {size}"
+        body.append([f"{size} MiB, in vLLM, three engines", "", *(f"{alone[way][what]['median']:.0f}" for way in alone)])
+        times = [f"{busy[when][what]['median']:.0f}" for when in ("before", "after")]
+        body.append([f"{size} MiB, in vLLM, six engines", *times, ""])
+    return _table(["bytes of a rank", "exchange, before", "exchange", "NCCL"], body)
+
+
 def one_channel(folder: Path) -> str:
     """Microseconds of NCCL with one channel, and how many times as fast sums through the host were, of two ranks."""
     body = []
@@ -196,14 +221,18 @@ def arrivals(folder: Path) -> str:
     return _table(["run, load, server", "TTFT p50, ms", "p99", "step p50, ms", "p99"], body)
 
 
-def steps_one_by_one(folder: Path) -> str:
+def steps_one_by_one(folder: Path, file: str) -> str:
     """Milliseconds to the only token of a prompt by engines that took turns; see ``benchmarks.vllm trace``."""
-    engines = _stepped(folder)
+    engines = _stepped(folder, file)
+    prompt = next(kind for trace in engines["original"]["traced"].values() for kind in trace if kind[0] != "0")
     times = {
         name: {
             f"{tokens} tokens": statistics.median(turn[tokens] for turn in one["single"]) for tokens in one["single"][0]
         }
-        | {"512, beside 28 answers": statistics.median(one["mixed"]), "28 answers": statistics.median(one["decode"])}
+        | {
+            f"{prompt.replace('+', ', beside ')} answers": statistics.median(one["mixed"]),
+            "28 answers": statistics.median(one["decode"]),
+        }
         for name, one in engines.items()
     }
     first = times["original"]
@@ -215,7 +244,7 @@ def launched(folder: Path) -> str:
     """What the hosts of both ranks did in the traced step of a prompt beside answers."""
     attention, sums = "vllm::unified_attention_with_output", "vllm::all_reduce"
     body = []
-    for name, one in _stepped(folder).items():
+    for name, one in _stepped(folder, _STEPPED).items():
         ranks = [one["traced"][trace]["512+28"] for trace in sorted(one["traced"])]
         both = [[rank["host"], rank["operators"][attention], rank["operators"][sums]] for rank in ranks]
         cells = [" and ".join(f"{row[n]:.1f}" for row in both) for n in range(3)]
@@ -225,10 +254,10 @@ def launched(folder: Path) -> str:
     return _table(["ms on rank 0 and 1", "the step's launches", "of attention", "of sums", "sums over attention"], body)
 
 
-def _stepped(folder: Path) -> dict[str, Any]:
-    found = _read(folder, "vllm_steps_by_host_slow_2xh200.json")
+def _stepped(folder: Path, file: str) -> dict[str, Any]:
+    found = {name.replace("-", " "): one for name, one in _read(folder, file).items()}
     order = ("original", "original again", "original by host", "wired", "wired by host")
-    return {name.replace("wired", "ladder"): found[name.replace(" ", "-")] for name in order}
+    return {name.replace("wired", "ladder"): found[name] for name in order if name in found}
 
 
 def stress(folder: Path) -> str:

@@ -23,7 +23,7 @@ _EXPERTS_ALONE, _KINDS_TWO = "vllm_turns_qwen3_experts_2xh200.json", "vllm_host_
 _ARRIVALS = tuple(f"serve_vllm_load_8b_host_sums_{run}slow_2xh200.json" for run in ("", "again_"))
 _GRAPHED_ARRIVALS = ("serve_vllm_load_8b_host_sums_graphs_slow_2xh200.json",)
 _WIDE_FP8, _EXPERTS_INT4 = "vllm_turns_70b_fp8_2xh200.json", "vllm_turns_qwen3_int4_2xh200.json"
-_LATENT = "vllm_turns_v2lite_2xh200.json"
+_LATENT, _OSS, _SCOUT = "vllm_turns_v2lite_2xh200.json", "vllm_turns_gpt_oss_", "vllm_turns_scout_fp8_2xh200.json"
 _8B_INT4, _QWEN3 = "llama3-8b:32:w4a16, ", "qwen3-30b-a3b:8, "
 _RUNS = (_TURNS, "vllm_turns_8b_one_round_2xh200.json", "vllm_turns_8b_again_2xh200.json")
 KIB = 1 << 10
@@ -197,7 +197,9 @@ GOALS = (
     *_of_stock("eight of its layers, beside other engines", _OTHERS, shape=_QWEN3),
     *_of_stock("16 of its layers with INT4 weights", _EXPERTS_INT4, wired="farskip"),
     *_of_stock("eight layers of stock DeepSeek-V2-Lite, at worst", _LATENT, wired="farskip"),
-    Goal("gpt-oss-20b in MXFP4, Llama-4-Scout in FP8", 1.0, _NCCL),
+    *_of_stock("12 layers of stock gpt-oss-20b in MXFP4, at worst", f"{_OSS}20b_2xh200.json", wired="farskip"),
+    *_of_stock("six layers of stock gpt-oss-120b in MXFP4, at worst", f"{_OSS}120b_2xh200.json", wired="farskip"),
+    *_of_stock("four layers of stock Llama-4-Scout in FP8, at worst", _SCOUT, wired="farskip"),
     Goal("random arrivals, medians and 99th percentiles, stock, at worst", 1.0, _NCCL, _ARRIVALS, _arrived),
     Goal("the same with ladder", 1.0, _NCCL, _ARRIVALS, partial(_arrived, own="ladder, host sums")),
     Goal("random arrivals with larger CUDA graphs, stock, at worst", 1.0, _NCCL, _GRAPHED_ARRIVALS, _arrived),

@@ -57,15 +57,14 @@ def serve(
 
     Raises:
         BadInputError: the checkpoint is not one, or is damaged.
-        ConfigError: vLLM or fcsd's plugin is missing, the port is in use, or an option does not go with the model.
+        ConfigError: vLLM or fcsd's plugin is missing, the port is in use, or an option or the format of
+            ``all_reduce`` does not go with the model.
         FcsdError: vLLM ended by itself with an error.
         KeyboardInterrupt: SIGINT ended the server.
         Stopped: another signal ended it.
     """
-    environment: dict[str, str] = {}
-    if all_reduce is not None:
-        format_of(all_reduce)  # refuses another word
-        environment[ASKED] = all_reduce
+    environment = {} if all_reduce is None else {ASKED: all_reduce}
+    format = None if all_reduce is None else format_of(all_reduce)  # refuses another word
     source = open_checkpoint(model)
     path, config = source.path, source.config
     rewired = config.rewired or {"wiring": "standard"}
@@ -78,6 +77,8 @@ def serve(
         gpus = int(rewired["tp_degree"]) if desync else gpus_here(lambda count: heads % count == 0)
     if all_reduce is not None and gpus == 1:
         raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
+    if format is not None:
+        format.row_bytes(config.text["hidden_size"])  # refuses groups that do not divide the rows of the model
     if desync and rewired["tp_degree"] != gpus:
         degree = rewired["tp_degree"]
         raise ConfigError(

@@ -184,14 +184,17 @@ def test_what_does_not_speak_http_is_not_ready_and_ends_nothing() -> None:
 
 def test_sums_through_the_host_are_asked_of_vllm(monkeypatch, tmp_path):
     given = {}
-    config = SimpleNamespace(rewired=None, foreign=False)
+    config = SimpleNamespace(rewired=None, foreign=False, text={"hidden_size": 2880})
     opened = SimpleNamespace(path=tmp_path, config=config, verify=lambda: None)
     monkeypatch.setattr(server, "open_checkpoint", lambda model: opened)
     monkeypatch.setattr(extras, "find_spec", lambda name: object())
     monkeypatch.setattr(server, "run", lambda command, url, ready, environment: given.update(environment) or 0)
     port = ranks.free_port()
-    server.serve("model", gpus=2, port=port, all_reduce="host:int8", ready=print)
-    assert given == {"FCSD_ALL_REDUCE": "host:int8"}
+    with pytest.raises(ConfigError, match="do not divide rows of 2880") as refused:
+        server.serve("model", gpus=2, port=port, all_reduce="host:int8", ready=print)
+    assert "int8:g64" in str(refused.value.hint) and given == {}
+    server.serve("model", gpus=2, port=port, all_reduce="host:int8:g64", ready=print)
+    assert given == {"FCSD_ALL_REDUCE": "host:int8:g64"}
     with pytest.raises(ConfigError, match="one GPU sums nothing"):
         server.serve("model", gpus=1, port=port, all_reduce="host", ready=print)
     with pytest.raises(ConfigError, match="sums are vLLM's own, host or host:FORMAT"):

@@ -141,14 +141,16 @@ def test_groups_have_sums_where_vllm_sums_or_exchanges_tokens(
     assert asked == ([name] if wanted else [])
 
 
-def test_each_size_goes_its_fastest_way_and_leaves_its_input() -> None:
+def test_each_size_goes_its_fastest_way_and_leaves_its_input(caplog: pytest.LogCaptureFixture) -> None:
     made, int8 = opened(Format.parse("int8")), Format.parse("int8")
     small, middle, large, odd = (torch.ones(n, width) for n, width in ((1, 256), (4, 256), (16, 256), (64, 60)))
     assert torch.equal(made.all_reduce(small), 2 * small) and torch.equal(small, torch.ones(1, 256))
     assert made.all_reduce(middle) == "stock"
     made.all_reduce(large)
-    made.all_reduce(odd)  # its rows are not divided by the groups of the format
-    assert made._sums.asked == [("one_shot", None), ("exchange", int8), ("exchange", None)]
+    made.all_reduce(odd)
+    made.all_reduce(odd)
+    assert caplog.messages == ["sums stay exact: groups of 128 values do not divide rows of 60"]
+    assert made._sums.asked == [("one_shot", None), ("exchange", int8)] + [("exchange", None)] * 2
     # Where a tensor lies does not decide, because another rank's may lie elsewhere.
     beside = torch.ones(257)[1:].view(1, 256)
     assert torch.equal(made.all_reduce(small.t()), 2 * small.t()) and torch.equal(made.all_reduce(beside), 2 * beside)

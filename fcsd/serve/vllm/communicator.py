@@ -18,6 +18,7 @@ from fcsd.foreign_errors import reason_of
 from fcsd.kernels.bit_split import Format
 
 ASKED = "FCSD_ALL_REDUCE"
+EXACT = "sums stay exact"  # what is said where a format does not fit
 log = logging.getLogger("vllm.fcsd")
 
 
@@ -114,7 +115,9 @@ def communicator_of(base: type[Any]) -> type[Any]:
             sums = self._sums
             if sums is None:
                 return super().all_reduce(input_)
-            tables = self._tables if _divides(self._format, input_) else self._exact
+            tables = self._tables
+            if self._format is not None and not _divides(self._format, input_.shape[-1]):
+                tables = self._exact
             table = tables.sums if _captures(input_) else tables.eager
             way = table.way(input_.nbytes)
             # Asked first, because a step outside of graphs waits for the host.
@@ -191,8 +194,12 @@ def _captures(x: Any) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _divides(format: Format | None, x: Any) -> bool:
-    return format is not None and x.dim() > 1 and x.shape[-1] % format.group == 0
+@cache
+def _divides(format: Format, width: int) -> bool:
+    """Whether rows of ``width`` values travel in a format; what is told once of those that do not."""
+    if width % format.group:
+        log.warning("%s: groups of %d values do not divide rows of %d", EXACT, format.group, width)
+    return width % format.group == 0
 
 
 def _summed(x: Any) -> bool:
