@@ -77,6 +77,8 @@ def verify_tensors(layout: Layout, config: CheckpointConfig) -> Comparison:
         hint = "config.json belongs to another model, or the checkpoint is incomplete: download it again."
         if problems.keys() == {"unexpected"} and all(_is_further(name, config) for name in comparison.unexpected):
             hint = f"They predict further tokens, which fcsd does not carry for {config.model_type}: remove them."
+        if "fc.weight" in comparison.unexpected:
+            hint = "It is a draft head: give it to vLLM beside its model, as `model` of --speculative-config."
         raise BadInputError(f"{layout.path}: the files do not match config.json: {'; '.join(problems.values())}", hint)
     if differing := differing_copies(layout, comparison.tied):
         raise BadInputError(f"{layout.path}: {'; '.join(differing)}", UNTIE)

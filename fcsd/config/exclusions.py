@@ -7,7 +7,9 @@ from collections.abc import Set
 
 SHARDED, EXPERTS = "parallel.tp_size above 1", "parallel.ep_size above 1 or parallel.quantised"
 COMPILED, ON_HOST, MOVED = "train.compile", "optim.offload host", "parallel.placement.every"
-FROZEN, OWN_PARTS, ADAPTERS = "optim.train or train.adapter", "optim.train", "train.adapter"
+FROZEN, OWN_PARTS, ADAPTERS = "optim.train, train.adapter or train.draft_head", "optim.train", "train.adapter"
+DRAFTS, ROUNDED, REWIRED = "train.draft_head", "parallel.quantised", "init.wiring"
+OTHER_TEACHER, STREAMS = "teacher", "objective.hidden.weight"
 RANDOM, REPLICATED = "init.weights random", "parallel.teacher_placement replicated"
 ALONE_ROUNDED, BENCHMARK = "parallel.quantised with parallel.ep_size 1", "a benchmark as early_stop.metric"
 NF4 = "train.adapter.base nf4"
@@ -34,6 +36,13 @@ EXCLUSIONS = (
     (FROZEN, ALONE_ROUNDED, "it is not proven"),
     (NF4, EXPERTS, "routed experts are stored stacked, and only linear layers are rounded"),
     (NF4, COMPILED, "it is not proven"),
+    (DRAFTS, OWN_PARTS, "the head alone trains"),
+    (DRAFTS, ADAPTERS, "the head alone trains"),
+    (DRAFTS, REWIRED, "convert and heal the model first, because the head belongs to what is served"),
+    (DRAFTS, OTHER_TEACHER, "the model itself is the teacher of its head"),
+    (DRAFTS, STREAMS, "the head has none of the layers that would be compared"),
+    (DRAFTS, ROUNDED, "the rows of a frozen model are sent as they are"),
+    (DRAFTS, BENCHMARK, "a head answers nothing alone; held_out measures it"),
     (OWN_PARTS, FREEZES_TRAINED, "it names embeddings or head, which would be frozen"),
 )
 

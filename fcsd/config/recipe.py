@@ -283,6 +283,11 @@ class Recipe(Section):
             exclusions.RANDOM: self.init.weights == "random",
             exclusions.REPLICATED: parallel.teacher_placement == "replicated",
             exclusions.ALONE_ROUNDED: parallel.quantised.any and parallel.ep_size == 1,
+            exclusions.DRAFTS: self.train.draft_head,
+            exclusions.ROUNDED: parallel.quantised.any,
+            exclusions.REWIRED: self.init.wiring is not None,
+            exclusions.OTHER_TEACHER: self.teacher is not None,
+            exclusions.STREAMS: objective.hidden.weight > 0,
             exclusions.BENCHMARK: self.early_stop.benchmark is not None,
             exclusions.FREEZES_TRAINED: (objective.freeze_embeddings and "embeddings" in parts)
             or (objective.freeze_lm_head and "head" in parts),
@@ -290,10 +295,17 @@ class Recipe(Section):
         return {name for name, is_set in found.items() if is_set}
 
     @property
-    def frozen_beside(self) -> Literal["train.adapter", "optim.train"] | None:
+    def needs_original(self) -> bool:
+        """Whether the teacher is the original, or another model in its place. That of a draft head is its own model."""
+        return self.objective.needs_teacher and not self.train.draft_head
+
+    @property
+    def frozen_beside(self) -> Literal["train.adapter", "train.draft_head", "optim.train"] | None:
         """The setting that names what trains beside frozen weights; None if all weights train."""
         if self.train.adapter is not None:
             return "train.adapter"
+        if self.train.draft_head:
+            return "train.draft_head"
         return "optim.train" if self.optim.train else None
 
     @property

@@ -274,6 +274,9 @@ class Train(Section):
     """Train adapters beside frozen weights instead of the weights. The teacher is then the model itself with its
     adapters off and in the standard wiring, so no second copy of the weights is in memory. null trains the weights, or
     those parts that `optim.train` names."""
+    draft_head: bool = False
+    """Train a draft head (EAGLE, one llama layer) for `model`, which is frozen, instead of the model. The teacher in
+    `objective` is the model itself, one token later. `final/` is the head, for vLLM's `--speculative-config`."""
     activation_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass: less memory, one more forward pass per step."""
     log_every: Positive = 10

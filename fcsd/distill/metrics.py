@@ -166,6 +166,6 @@ def full_speed(recipe: Recipe, processes: int, peak: float) -> float:
     """
     model = MetaModel(recipe.model)
     student = model.numbers
-    teacher = MetaModel(teacher_name(recipe)).numbers if recipe.objective.needs_teacher else student
+    teacher = MetaModel(teacher_name(recipe)).numbers if recipe.needs_original else student
     setup = replace(setup_for(recipe, processes, model), recompute=False)
     return processes * peak / flops_per_token(student, teacher, setup)

@@ -80,13 +80,16 @@ def require_base(base: Checkpoint, base_sha256: str, folder: Path) -> None:
 
 def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Path, world: World) -> None:
     """Writes an ordinary model directory, with what a checkpoint has merged into the weights. Every rank calls
-    this at the end of a run; the student is an ordinary model afterwards.
+    this at the end of a run; the student is an ordinary model afterwards. A draft head is written alone.
 
     Args:
         folder: the folder ``parts/`` of the checkpoint, which was verified.
         source: the directory that the student was made from.
     """
     world.everywhere(lambda: load_trained(parts, read_parts(folder), str(folder), ranks_of(parts.model)))
+    if parts.head is not None:
+        world.on_first(lambda: parts.head and parts.head.save(directory))
+        return
     write_student(own_part(parts.model, parts.merge()), source, directory, world, first=True)
 
 

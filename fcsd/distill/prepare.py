@@ -141,7 +141,9 @@ def prepare_run(resolved: ResolvedRecipe, resume: str, world: World) -> Prepared
     if traffic is not None:
         dispatcher = expert_parallel.dispatcher_for(recipe.parallel, recipe.parallel.ep_size)
     source = TeacherSource()
-    if recipe.objective.needs_teacher and not shares_weights(recipe):
+    if recipe.train.draft_head:
+        source = LiveTeacher(student, recipe.objective)  # of its own head
+    elif recipe.needs_original and not shares_weights(recipe):
         say(f"loading the teacher {teacher_name(recipe)} ...")
         teacher = load_teacher(recipe, student, world, traffic, dispatcher, teams.ranks)
         source = LiveTeacher(teacher, recipe.objective)
@@ -215,7 +217,7 @@ def identify(recipe: Recipe, source: Checkpoint) -> dict[str, str]:
     Raises:
         BadInputError, ConfigError: see ``identify_teacher``; or the frozen weights are not the teacher's.
     """
-    found = identify_teacher(recipe) if recipe.objective.needs_teacher else {}
+    found = identify_teacher(recipe) if recipe.needs_original else {}
     if recipe.frozen_beside is None:
         return found
     if found:
@@ -235,7 +237,7 @@ def start_student(
     if start.chosen is None:
         return student, None
     make_trainable(student, teams)  # before what does not train is frozen
-    parts = train_parts(student, recipe, start.chosen)
+    parts = train_parts(student, recipe, start.chosen, teams.ranks)
     if start.checkpoint is not None:
         load_trained(parts, read_parts(start.checkpoint / manifest.PARTS), str(start.checkpoint), teams.ranks)
     return student, parts

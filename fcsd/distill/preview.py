@@ -66,7 +66,8 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
     for corpus in measured.values():
         Rows(corpus, data.seq_len)
     require_other_text(corpora, measured)
-    teacher = teacher_name(recipe) if recipe.objective.needs_teacher else "none, the loss is cross-entropy"
+    teacher = teacher_name(recipe) if recipe.needs_original else "none, the loss is cross-entropy"
+    teacher = "the student itself, of its draft head" if train.draft_head else teacher
     asked = f", the {train.tokens:,} asked for, in whole steps" if train.tokens else ""
     degree = recipe.parallel.tp_size
     shared = f" / {degree} that shard each model" if degree > 1 else ""
@@ -78,11 +79,12 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         f"run         {train.steps:,} steps, {train.steps * train.batch_tokens:,} tokens{asked}",
     ]
     if (chosen := chosen_parts(recipe, source)) is not None:
-        adapter, own = train.adapter, f"{len(chosen.trained)} tensors of the model itself"
+        where = "a draft head" if train.draft_head else "the model itself"
+        adapter, own = train.adapter, f"{len(chosen.trained)} tensors of {where}"
         found = [f"adapters of rank {adapter.rank} at {len(chosen.adapted)} layers"] if adapter else []
         found += [own] if chosen.trained else []
         first = "adapters off" if adapter else "first weights"
-        shared = f"; the teacher is the student with its {first}" if recipe.objective.needs_teacher else ""
+        shared = f"; the teacher is the student with its {first}" if recipe.needs_original else ""
         lines.append(f"trained     {', and '.join(found)}{shared}")
     if recipe.parallel.quantised.any:
         lines.append(f"formats     {formats_of(recipe.parallel.quantised)}")
@@ -97,16 +99,16 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         sizes = f"{corpus.tokens:,} tokens in {rows.per_epoch:,} rows, {rows.filled:.1%} full"
         lines.append(f"data        {item.path}: {sizes}; {counted:,} tokens ({rows.counted:.1%}) count{left_out}")
         lines.append(f"read        {corpus.read}")
-        lines.append(f"first row   {show_first_row(corpus, rows, tokenizer)}")
+        lines.append(f"first row   {show_first_row(corpus, rows, tokenizer, train.draft_head)}")
     return "\n".join(lines)
 
 
-def show_first_row(corpus: Corpus, rows: Rows, tokenizer: PreTrainedTokenizerBase) -> str:
+def show_first_row(corpus: Corpus, rows: Rows, tokenizer: PreTrainedTokenizerBase, drafts: bool = False) -> str:
     """The number of positions in the first row that count in the loss, and the text of the row.
 
     Tokens that count stand between ``⟦`` and ``⟧``, and ``|`` separates documents.
     """
-    data = {name: column[0] for name, column in batch(rows, [0]).items()}
+    data = {name: column[0] for name, column in batch(rows, [0], drafts).items()}
     counts = torch.zeros_like(data["labels"], dtype=torch.bool)
     counts[1:] = data["labels"][:-1] != IGNORE  # a token counts where it is predicted
     ids, shown = data["input_ids"][:_SHOWN], counts[:_SHOWN]

@@ -40,7 +40,8 @@ class Samples:
         source: TeacherSource,
         start: int,
     ) -> None:
-        self._path, self._tokens, self._world = run / SAMPLES, recipe.train.sample_tokens, world
+        self._path, self._world = run / SAMPLES, world
+        self._tokens = 0 if recipe.train.draft_head else recipe.train.sample_tokens  # a head answers nothing alone
         # A model whose weights are divided among processes must generate on all of them at the same time.
         self._team = Team(world, lockstep=True) if recipe.parallel.ep_size > 1 else ALONE
         if recipe.parallel.tp_size > 1:

@@ -16,6 +16,7 @@ from fcsd.checkpoint import INDEX, Checkpoint, compare_tensors, open_checkpoint
 from fcsd.checkpoint.staging import copy_small, side_files
 from fcsd.config import Recipe
 from fcsd.convert import choose_wiring
+from fcsd.distill.draft import start_head
 from fcsd.distill.experts import expert_parallel
 from fcsd.distill.inputs import student_source, teacher_name
 from fcsd.errors import BadInputError, FcsdError
@@ -26,6 +27,7 @@ from fcsd.models.adapters.nf4 import load_nf4, require_nf4
 from fcsd.models.adapters.targets import Chosen, choose, choose_parts
 from fcsd.models.adapters.trained import TrainedParts
 from fcsd.models.build import arch_of, causal_lm_class, converted_config, decoder_of, register, wiring_of
+from fcsd.models.draft_head import meta_head
 from fcsd.models.export_template import CODE_FILES
 from fcsd.models.quantised.method import Method
 from fcsd.models.rope import require_short_rows
@@ -61,7 +63,7 @@ def check(recipe: Recipe, processes: int) -> None:
 
     student = read(recipe.model)
     check_models(recipe, processes, [student])
-    if recipe.objective.needs_teacher and max(parallel.tp_size, parallel.teacher_ep_size) > 1:
+    if recipe.needs_original and max(parallel.tp_size, parallel.teacher_ep_size) > 1:
         check_models(recipe, processes, [student, read(teacher_name(recipe))])
     if parallel.dedup != "off" and student[1].get_text_config().num_experts_per_tok == 1 and first_rank():
         what = f"parallel.dedup {parallel.dedup} has no effect, because each token chooses one expert"
@@ -167,10 +169,13 @@ def least_disk(recipe: Recipe, config: PretrainedConfig, chosen: Chosen | None) 
         config: the student's.
         chosen: what trains beside frozen weights; None if all weights train.
     """
+    width, objective = DTYPES[recipe.train.dtype].itemsize, recipe.objective
+    if recipe.train.draft_head:
+        trained = sum(value.numel() for value in meta_head(config).parameters())
+        return checkpoint_bytes(trained, trained, width) + width * trained
     model: Any = _on_meta(config)
     inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     whole = sum(weight.numel() for weight in {*decoder_of(model).parameters(), head})
-    width, objective = DTYPES[recipe.train.dtype].itemsize, recipe.objective
     if chosen is None:
         frozen = {inputs} if objective.freeze_embeddings else set()
         frozen |= {head} if objective.freeze_lm_head else set()
@@ -226,10 +231,12 @@ def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
 
     Raises:
         ConfigError: ``peft`` or bitsandbytes is not installed, the recipe names a part that the model does not have, or
-            the model cannot be trained beside NF4 weights.
+            the model cannot be trained beside NF4 weights or have a draft head (``draft_config``).
     """
     if recipe.frozen_beside is None:
         return None
+    if recipe.train.draft_head:
+        return Chosen((), tuple(name for name, _ in meta_head(student_config(recipe, source)).named_parameters()))
     model, parts = meta_student(recipe, source), recipe.optim.train
     if (adapter := recipe.train.adapter) is None:
         return choose_parts(model, parts)
@@ -241,11 +248,20 @@ def chosen_parts(recipe: Recipe, source: Checkpoint) -> Chosen | None:
     return chosen
 
 
-def train_parts(model: PreTrainedModel, recipe: Recipe, chosen: Chosen) -> TrainedParts:
+def train_parts(
+    model: PreTrainedModel, recipe: Recipe, chosen: Chosen, ranks: TensorGroup | None = None
+) -> TrainedParts:
     """Freezes everything but ``chosen.trained`` in a student that has just been loaded, and puts adapters into it.
 
-    The values of the adapters are the same on every rank and at any ``parallel.ep_size``.
+    A draft head is beside it, and all of the student is frozen. The values of what is new are the same on every rank
+    and at any ``parallel.ep_size``.
+
+    Args:
+        ranks: the ranks that shard the student; None if every rank has it.
     """
+    if recipe.train.draft_head:
+        head = start_head(model.requires_grad_(False), recipe.seed, ranks)
+        return TrainedParts(model, {}, dict(head.named_parameters()), {}, head)
     parameters, paths = _by_name(model)
     trained = {own: p for name in chosen.trained for own, p in parameters[name].items()}
     asked = {name: p.requires_grad for name, p in trained.items()}  # with sharded layers one rank trains some biases

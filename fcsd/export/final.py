@@ -94,13 +94,16 @@ def _write_checkpoint(run: Path, checkpoint: str | None, out: Path, *, force: bo
             require_extra("train", "the export of a run with frozen weights")
             from fcsd.distill.parts import merge_checkpoint
 
+            # One process merges, whatever the stage was. Runs of earlier versions may have had stage 3.
+            recipe = load_recipe(run / RUN_RECIPE, ["parallel.zero_stage=2"]).recipe
+            if recipe.train.draft_head:
+                what = f"{run} has trained a draft head, which is no model to export"
+                raise ConfigError(what, f"Give {run / 'final'} to vLLM, or to others, as it is.")
             check_out(out, _trained(run), force=force)
             parts = verified_model(chosen, PARTS)
             out.absolute().parent.mkdir(parents=True, exist_ok=True)
             with scratch(out.absolute().parent, ".merged-") as folder:
                 log.info("merging what was trained into the weights")
-                # One process merges, whatever the stage was. Runs of earlier versions may have had stage 3.
-                recipe = load_recipe(run / RUN_RECIPE, ["parallel.zero_stage=2"]).recipe
                 merge_checkpoint(recipe, parts, folder / "model")
                 return _write(Checkpoint(folder / "model"), run, out, force=force, **how)
         except (FcsdError, OSError):

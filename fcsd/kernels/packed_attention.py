@@ -31,10 +31,15 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
     """
     if not attends_to_all(model.config) or model.config._attn_implementation not in ("sdpa", NAME):
         return False
+    model.set_attn_implementation(register_packed_attention())
+    return True
+
+
+def register_packed_attention() -> str:
+    """Make the attention function known to transformers, and return its name."""
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation(NAME)
-    return True
+    return NAME
 
 
 def takes_borders(model: PreTrainedModel) -> bool:

@@ -90,6 +90,7 @@ class Plan:
         """Bytes of all weights, and of gradients and optimizer states of those that train, on all GPUs together."""
         setup, total = self.setup, self.numbers.total
         changed, trained = (total, total) if setup.parts is None else (setup.parts.own, setup.parts.trained)
+        total += trained if setup.parts is not None and setup.parts.drafts else 0
         weights = total + (changed if setup.teacher != "none" else 0)  # the teacher has its own of what changes
         states = 0 if setup.offload == "host" else state_width(setup)
         return setup.width * weights - setup.spared + int((states + setup.gradient_width) * trained)
@@ -337,6 +338,8 @@ def setup_for(recipe: Recipe, world: int, model: MetaModel) -> Setup:
     setup = setup_of(recipe, world, len(model.numbers.layers), model.plain)
     if recipe.frozen_beside is None:
         return setup
+    if recipe.train.draft_head:
+        return with_parts(setup, model.draft_parts())
     return with_parts(setup, model.parts(recipe.train.adapter, recipe.optim.train, _wiring_of(recipe, model)))
 
 

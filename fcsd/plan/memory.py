@@ -19,7 +19,7 @@ from fcsd.config.sections import TERMS, automatic_chunk
 from fcsd.parallel.partitions import BUCKET, GROUP
 from fcsd.parallel.transports import copies
 from fcsd.plan.activations import LayerBytes
-from fcsd.plan.model import FINAL_NORM, ModelNumbers
+from fcsd.plan.model import DRAFT_HEAD, FINAL_NORM, ModelNumbers
 from fcsd.plan.setup import GIB, USABLE, Hardware, Parts, Setup
 
 # Memory that max_memory_allocated does not count. These are assumptions; nvidia-smi and memory_reserved can check them.
@@ -83,7 +83,7 @@ def _frozen_shard(model: ModelNumbers, setup: Setup, parts: Parts) -> Shard:
     """What trains, and what is frozen, on one GPU; the experts that train may be divided."""
     ranks, expert_ranks = (setup.copies, setup.world // setup.ep_size) if setup.zero_stage else (1, 1)
     routed, dense = parts.routed // setup.ep_size, parts.trained - parts.routed
-    own = parts.own - parts.routed + routed
+    own = 0 if parts.drafts else parts.own - parts.routed + routed
     frozen = model.dense + model.routed // setup.ep_size - own
     if not routed or setup.ep_size == 1:
         updated = -(-parts.trained // ranks)
@@ -281,6 +281,9 @@ def moments(
     decoded = decoded_bytes(setup)
     forward = max(layers[layer.kind].forward for layer in model.layers) + decoded
     end = alive + layers[FINAL_NORM].kept
+    draft = layers.get(DRAFT_HEAD)
+    if draft is not None:
+        end = alive = alive + draft.kept
     found = [
         Moment(
             "forward pass",
@@ -318,6 +321,10 @@ def moments(
         found.append(Moment(f"backward pass of layer {number}", **held, **parts, communication=buckets))
         alive -= kept[number]
 
+    if draft is not None:
+        gradients = before + partition + whole if setup.zero == 2 else whole * (1 + several)
+        parts = {"gradients": gradients, "activations": alive + draft.backward, "communication": buckets}
+        found.append(Moment("backward pass of the draft head", **held, **parts))
     reduced = before + partition if setup.zero == 2 else whole + (partition if setup.zero else 0)
     found.append(Moment("gradient reduction", **held, gradients=reduced, communication=buckets + flat))
     remaining = whole if setup.zero == 0 or (setup.offload == "host" and setup.zero_stage == 1) else 0
@@ -404,9 +411,10 @@ def copy_bytes(model: ModelNumbers, setup: Setup) -> int:
 
 
 def least_disk_bytes(model: ModelNumbers, setup: Setup) -> int:
-    """Bytes of disk without which nothing of a run can be kept: one checkpoint, and the merged model beside parts."""
-    merged = 0 if setup.parts is None else setup.width * model.total
-    return saved_bytes(model, setup) + merged
+    """Bytes of disk without which nothing of a run can be kept: one checkpoint, and beside parts what is published."""
+    if setup.parts is None:
+        return saved_bytes(model, setup)
+    return saved_bytes(model, setup) + setup.width * (setup.parts.trained if setup.parts.drafts else model.total)
 
 
 def disk_bytes(model: ModelNumbers, setup: Setup) -> int:

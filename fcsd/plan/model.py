@@ -18,7 +18,7 @@ from fcsd.config import Adapter
 from fcsd.errors import BadInputError
 from fcsd.kernels.packed_attention import attends_to_all
 from fcsd.models.adapters.nf4 import nf4_layers, require_nf4
-from fcsd.models.adapters.targets import choose, choose_parts, shared_prefix
+from fcsd.models.adapters.targets import Chosen, choose, choose_parts, shared_prefix
 from fcsd.models.build import (
     arch_of,
     causal_lm_class,
@@ -28,6 +28,7 @@ from fcsd.models.build import (
     without_further_outputs,
 )
 from fcsd.models.config_keys import EXPERTS_PER_TOKEN, WEIGHTS_FILE, expert_count, first_count
+from fcsd.models.draft_head import DraftHead, meta_head
 from fcsd.models.fused import fuse_norms, fuse_parts, fuse_rotary
 from fcsd.models.quantised.method import Method
 from fcsd.models.rope import rope_border
@@ -38,6 +39,7 @@ from fcsd.plan.setup import Parts, Rounded, Setup
 _ATTENTION = "fcsd_plan"
 _CHOOSES = {"indexed_attention", "deepseek_sparse_attention"}  # as transformers calls it since 5.23, and before
 FINAL_NORM = -1  # the kind under which the final norm is listed beside the kinds of layers
+DRAFT_HEAD = -2  # and a draft head, if one trains
 _CONFIGS = Path(__file__).with_name("configs")
 
 
@@ -223,6 +225,16 @@ class MetaModel:
             rounded = Rounded(sum(each), max(each), max(layer.out_features for layer in found))
         return Parts(rank, chosen, tuple(words), *counts, *shared_prefix(model, chosen, wiring), rounded)
 
+    def draft_parts(self) -> Parts:
+        """What trains in a run of ``train.draft_head``: the head alone, which is beside the frozen model.
+
+        Raises:
+            ConfigError: see ``draft_config``.
+        """
+        sizes = [parameter.numel() for parameter in meta_head(self.config).parameters()]
+        counts, layers = (0, sum(sizes), 0, sum(sizes), max(sizes)), len(self.numbers.layers)
+        return Parts(0, Chosen((), ()), ("draft head",), *counts, layers, layers, drafts=True)
+
     @property
     def plain(self) -> bool:
         """Whether in every layer a token attends to all tokens before it, which packed attention requires."""
@@ -271,6 +283,11 @@ class MetaModel:
                 parameters += own
             with MetaExperts():
                 found[numbers.kind] = measure_layer(run, parameters, hidden)
+        if parts is not None and parts.drafts:
+            head = meta_head(self.config).to(torch.bfloat16)
+            head.config._attn_implementation = _ATTENTION
+            run = partial(_guess, head)
+            found[DRAFT_HEAD] = measure_layer(run, list(head.parameters()), hidden)
         return found
 
     def _over_ranks(
@@ -353,6 +370,10 @@ def own_copies(kwargs: dict[str, Any]) -> dict[str, Any]:
 def _call(layer: nn.Module, given: tuple[Any, ...], kwargs: dict[str, Any], stream: Tensor) -> Tensor:
     out = layer(stream, *given, **kwargs)
     return out[0] if isinstance(out, tuple) else out  # some pass on a second value
+
+
+def _guess(head: DraftHead, hidden: Tensor) -> Tensor:
+    return head(torch.empty_like(hidden), hidden)
 
 
 def _covering(blocks: Blocks, layer: Any) -> tuple[int, int, int]:

@@ -43,7 +43,8 @@ def _run(plan: Plan) -> list[tuple[str, str]]:
     rows += [] if plan.method is None else [("files", files)]
     if (parts := setup.parts) is not None:
         found = [f"{_billions(parts.in_adapters)} in adapters of rank {parts.rank}"] if parts.rank else []
-        found += [f"{_billions(parts.own)} of the model itself ({', '.join(parts.words)})"] if parts.own else []
+        where = "in a draft head" if parts.drafts else f"of the model itself ({', '.join(parts.words)})"
+        found += [f"{_billions(parts.own)} {where}"] if parts.own else []
         first = "adapters off" if parts.rank else "first weights"
         beside = f"; the teacher is the student with its {first}" if setup.teacher != "none" else ""
         if (shared := shared_layers(setup)) > 0:

@@ -97,6 +97,7 @@ class Parts:
         frozen: the first decoder layers, in which and before which nothing trains.
         shared: those of them that student and teacher compute once; see ``shared_prefix``.
         rounded: the frozen weights that are in memory as NF4; None if all are in the run's dtype.
+        drafts: whether the parts are a draft head beside the model, of which nothing trains.
     """
 
     rank: int
@@ -110,6 +111,7 @@ class Parts:
     frozen: int
     shared: int
     rounded: Rounded | None = None
+    drafts: bool = False
 
     @property
     def trained(self) -> int:
@@ -238,7 +240,8 @@ class Setup:
             exclusions.UNDIVIDED: self.zero_stage == 0,
             exclusions.ROUNDED_MOMENTS: self.moments == "8bit",
             exclusions.FROZEN: self.parts is not None,
-            exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0,
+            exclusions.OWN_PARTS: self.parts is not None and self.parts.own > 0 and not self.parts.drafts,
+            exclusions.DRAFTS: self.parts is not None and self.parts.drafts,
             exclusions.ADAPTERS: self.parts is not None and self.parts.in_adapters > 0,
             exclusions.NF4: self.parts is not None and self.parts.rounded is not None,
         }
@@ -280,7 +283,7 @@ def setup_of(recipe: Recipe, world: int, layers: int, plain: bool = True) -> Set
         recompute=train.activation_checkpointing,
         ep_size=parallel.ep_size,
         tp_size=parallel.tp_size,
-        teacher=_placement(parallel) if objective.needs_teacher else "none",
+        teacher=_placement(parallel) if recipe.needs_original else "none",
         terms=tuple(name for name in objective.weights if TERMS[name].models),
         compared=len(select_layers(objective.hidden.layers, layers)) if objective.hidden.weight else 0,
         chunk_tokens=objective.chunk_tokens,

@@ -142,6 +142,8 @@ def flops_per_token(model: ModelNumbers, teacher: ModelNumbers, setup: Setup) ->
     student = 2 * (layers + head) + attention + trained + (layers if setup.recompute else 0)
     for count, passes in ((shared_layers(setup), 1), (parts.frozen, 1 + setup.recompute)):
         student -= passes * _first_flops(model, setup.seq_len, count)
+    if parts.drafts:  # the output head of the model as its teacher; forward and backward pass of the draft head
+        student += head + 2 * trained
     return student - attention * parts.frozen / len(model.layers) + by_teacher
 
 

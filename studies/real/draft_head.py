@@ -3,9 +3,8 @@
     python -m studies.real draft_head ORIGINAL OUT --text own=DIR [--layers 50%] [--tokens 3e6] [--head-epochs 3]
         [--head-batch 4] [--drafts 3] [--new 96] [--prompts 64] [--seeds 2] [--seconds 140]
 
-A head is that of EAGLE for llamas: a projection of the last hidden state of a token beside the embedding of the next
-one, and one decoder layer without its first norm, before the target's own head. It is trained by KL from the target's
-next distribution, the head alone. The layers are converted to ladder and healed to the original, as in
+A head is that of ``train.draft_head`` of a recipe. It is trained by KL from the target's next distribution, the head
+alone. The layers are converted to ladder and healed to the original, as in
 `quantised`, and four pairs are measured: the original with its head, the conversion with that head before
 and after it was healed, and the healed model with the head after this was trained on the healed model for one epoch.
 
@@ -15,24 +14,24 @@ more tokens may round otherwise. `OUT/results.jsonl` receives a line for each pa
 loads them (`--speculative-config '{"method": "eagle", "model": "OUT/healed", ...}'`).
 """
 
-import json
 import time
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from safetensors.torch import save_file
 from studies.real import quantised
 from studies.real.quantised import RATES, Study, descend
 from studies.real.runner import store, token_rows
-from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from torch import Tensor
 
-from fcsd.distill.loss.losses import kl_divergence
+from fcsd.config import Objective
+from fcsd.distill.data.rows import batch as rows_batch
+from fcsd.distill.draft import Drafting, start_head
+from fcsd.distill.loss.losses import IGNORE
+from fcsd.distill.teacher.targets import LiveTeacher
 from fcsd.models.build import decoder_layers, decoder_of
+from fcsd.models.draft_head import DraftHead
 
 ARGUMENTS = quantised.STUDIED | {
     "--head-epochs": 3,
@@ -45,72 +44,20 @@ RATE = 1e-3
 PROMPT = 64  # tokens
 
 
-class DraftHead(nn.Module):
-    """EAGLE's head of one layer for a target, whose embeddings and head it shares.
-
-    Args:
-        target: a causal language model. The layer begins as its last one where that is a llama's.
-    """
-
-    def __init__(self, target: Any) -> None:
-        super().__init__()
-        given = target.config.get_text_config()
-        names = "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
-        names = [*names.split(), "rope_parameters", "max_position_embeddings"]
-        fields = {name: getattr(given, name) for name in names if getattr(given, name, None) is not None}
-        self.config = LlamaConfig(num_hidden_layers=1, architectures=["LlamaForCausalLM"], **fields)
-        self.config._attn_implementation = "sdpa"
-        self.fc = nn.Linear(2 * given.hidden_size, given.hidden_size, bias=False)
-        self.layer = LlamaDecoderLayer(self.config, 0)
-        self.layer.input_layernorm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
-        own, last = self.layer.state_dict(), decoder_layers(target)[-1].state_dict()
-        same = {name: x for name, x in last.items() if name in own and own[name].shape == x.shape}
-        self.layer.load_state_dict(own | same)
-        self.to(target.device, target.dtype)
-        self.rotary = LlamaRotaryEmbedding(self.config).to(target.device)  # in fp32, as in the target
-
-    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """What stands for the target's last hidden state one token later.
-
-        Args:
-            embedded: ``[rows, tokens, width]``, of the token after each.
-            hidden: of the same shape, the target's normed last hidden states.
-        """
-        x = self.fc(torch.cat((embedded, hidden), -1))
-        places = torch.arange(x.shape[1], device=x.device)[None]
-        return self.layer(x, position_ids=places, position_embeddings=self.rotary(x, places))
-
-    def save(self, path: Path) -> None:
-        """Write the head as vLLM loads it."""
-        path.mkdir(parents=True, exist_ok=True)
-        layer = {f"layers.0.{name}": x for name, x in self.layer.state_dict().items()}
-        tensors = {name: x.detach().cpu().contiguous() for name, x in ({"fc.weight": self.fc.weight} | layer).items()}
-        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-        dtype = str(self.fc.weight.dtype).removeprefix("torch.")
-        (path / "config.json").write_text(json.dumps(self.config.to_dict() | {"dtype": dtype}, indent=1) + "\n")
-
-
-def loss_of(target: Any, head: DraftHead) -> Callable[[Tensor], Tensor]:
-    """The divergence of a head from its target's distribution of the token after the next one, in nats per token."""
-    embeddings, out = target.get_input_embeddings(), target.get_output_embeddings().weight
-
-    def loss(batch: Tensor) -> Tensor:
-        with torch.no_grad():
-            hidden = decoder_of(target)(batch, use_cache=False).last_hidden_state
-            embedded = embeddings(batch[:, 1:])
-        guessed, mask = head(embedded, hidden[:, :-1]), torch.ones_like(batch[:, 1:], dtype=torch.bool)
-        count = mask.numel()
-        return kl_divergence(guessed, out, hidden[:, 1:], out, mask, denominator=count, chunk_tokens=4096)
-
-    return loss
-
-
 def train(target: Any, head: DraftHead, rows: Tensor, batch: int, seed: int, epochs: int = 1, lr: float = RATE) -> None:
-    """Train the head alone on ``rows`` of token ids, ``batch`` of them in a step."""
-    steps, loss, draw = max(1, len(rows) // batch), loss_of(target, head), torch.Generator().manual_seed(seed)
+    """Train the head alone on ``rows`` of token ids, ``batch`` of them in a step, as ``fcsd distill`` does."""
+    drafting, source = Drafting(head, target, Objective()), LiveTeacher(target, Objective())
+    steps, draw = max(1, len(rows) // batch), torch.Generator().manual_seed(seed)
     order = torch.cat([torch.randperm(len(rows), generator=draw)[: steps * batch] for _ in range(epochs)])
-    losses = ((loss(rows[chosen]), rows[chosen].numel()) for chosen in order.to(rows.device).chunk(steps * epochs))
-    descend(losses, [(list(head.parameters()), lr)], steps * epochs)
+    whole = np.arange(rows.shape[1]), np.ones(rows.shape[1], dtype=np.bool_)
+    documents = [(ids, *whole) for ids in rows.cpu().numpy()]
+
+    def loss(chosen: Tensor) -> tuple[Tensor, int]:
+        columns = {name: x.to(rows.device) for name, x in rows_batch(documents, chosen.tolist(), drafts=True).items()}
+        count = (columns["labels"] != IGNORE).sum()
+        return drafting(columns, source.get_targets(columns), count, ("kl",))["kl"], rows[chosen].numel()
+
+    descend(map(loss, order.chunk(steps * epochs)), [(list(head.parameters()), lr)], steps * epochs)
 
 
 @torch.no_grad()
@@ -173,7 +120,7 @@ class HeadStudy(Study):
         """A head for the original; and with it, and with its own, the conversion."""
         torch.manual_seed(seed)
         original, converted = self.model(wired=False), self.model()
-        head = DraftHead(original).requires_grad_(False)
+        head = start_head(original, seed).requires_grad_(False)
         self.pair("original", original, "not trained", head, seed)
         train(original, head, self.rows, self.given.head_batch, seed, self.given.head_epochs)
         self.pair("original", original, "original", head, seed)

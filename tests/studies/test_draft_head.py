@@ -11,9 +11,11 @@ import torch
 from benchmarks.programs import start
 from benchmarks.vllm.speculation import eagle_head
 from safetensors.torch import load_file
-from studies.real import draft_head
-from studies.real.draft_head import DraftHead, loss_of, speculate
+from studies.real.draft_head import speculate
 from studies.real.runner import SEQ
+
+from fcsd.distill.draft import start_head
+from fcsd.models.draft_head import DraftHead
 
 pytestmark = pytest.mark.lab
 
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.lab
 def test_answers_with_drafts_are_those_without_them() -> None:
     torch.manual_seed(0)
     model = tiny.model("llama", initializer_range=0.1).requires_grad_(False)
-    head, prompts = DraftHead(model).requires_grad_(False), tiny.tokens(5, 12)
+    head, prompts = start_head(model, 0).requires_grad_(False), tiny.tokens(5, 12)
     plain, alone = speculate(model, head, prompts, 20, 0)
     text = prompts
     for _ in range(20):  # without anything that was made for drafts
@@ -45,7 +47,7 @@ def test_a_head_that_knows_the_target_has_all_its_drafts_accepted(monkeypatch: p
     monkeypatch.setattr(DraftHead, "forward", knowing)
     prompts = tiny.tokens(3, 8)
     first = prompts[:, :1]
-    _, counted = speculate(model, DraftHead(model), prompts, 16, 3)
+    _, counted = speculate(model, start_head(model, 0), prompts, 16, 3)
     assert counted["accepted"] == counted["drafted"] == 3 * counted["passes"] == 36
 
 
@@ -72,14 +74,3 @@ def test_the_pairs_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {name: x.shape for name, x in tensors.items()} == {name: x.shape for name, x in loaded.items()}
     before = load_file(tmp_path / "out" / "original" / "model.safetensors")
     assert tensors.keys() == before.keys() and not torch.equal(tensors["fc.weight"], before["fc.weight"])
-
-
-def test_a_head_learns_its_target_alone() -> None:
-    torch.manual_seed(0)
-    model = tiny.model("llama", initializer_range=0.1).requires_grad_(False)
-    head, rows = DraftHead(model).requires_grad_(False), tiny.tokens(16, 32)
-    before = float(loss_of(model, head)(rows))
-    kept = {name: x.clone() for name, x in model.state_dict().items()}
-    draft_head.train(model, head, rows, 8, 0, epochs=10, lr=3e-3)
-    assert float(loss_of(model, head)(rows)) < 0.7 * before
-    assert all(torch.equal(x, kept[name]) for name, x in model.state_dict().items())

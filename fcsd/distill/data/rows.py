@@ -130,17 +130,22 @@ class Mixture:
         return self._corpora[self._corpus[number]][int(self._number[number])]
 
 
-def batch(rows: Rows | Mixture, numbers: Iterable[int]) -> dict[str, torch.Tensor]:
+def batch(
+    rows: Rows | Mixture | Sequence[Row], numbers: Iterable[int], drafts: bool = False
+) -> dict[str, torch.Tensor]:
     """``input_ids``, ``position_ids`` and ``labels`` of the rows with these numbers, each ``[batch, seq_len]`` int64.
 
     ``borders``, ``[documents + 1]`` int32, holds the position of the first token of each document in the concatenated
     rows, and the end of the last document. The label of a position is the next token. It is ``IGNORE`` where that token
-    does not count, and at the last position of a document or row.
+    does not count, and at the last position of a document or row; for a draft head (``drafts``) also at the first one,
+    whose hidden state it cannot guess.
     """
     packed = [rows[number] for number in numbers]
     input_ids, position_ids, counts = (torch.from_numpy(np.stack(column)) for column in zip(*packed, strict=True))
     labels = torch.full_like(input_ids, IGNORE)
     labels[:, :-1] = input_ids[:, 1:].masked_fill((position_ids[:, 1:] == 0) | ~counts[:, 1:], IGNORE)
+    if drafts:
+        labels.masked_fill_(position_ids == 0, IGNORE)
     borders = document_borders(position_ids)
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, "borders": borders}
 

@@ -267,3 +267,20 @@ def _sft(given: Given) -> Tensor:
 # The function of each term of the table ``fcsd.config.TERMS``, in the order in which they run: streams are freed before
 # logits take memory.
 COMPUTED: dict[str, Callable[[Given], Tensor]] = {"hidden": _hidden, "kl": _kl, "sft": _sft}
+
+
+def loss_terms(
+    objective: Objective,
+    batch: dict[str, Tensor],
+    student: tuple[Tensor, Tensor],
+    targets: Any,
+    denominator: Tensor,
+    terms: tuple[str, ...],
+    streams: dict[int, Tensor] | None = None,
+    cap: float | None = None,
+) -> dict[str, Tensor]:
+    """The loss terms named in ``terms``, unweighted, as fp32 scalars; see ``Student.forward`` and ``Given``."""
+    chunk = objective.chunk(len(student[1]))
+    how = {"denominator": denominator, "chunk_tokens": chunk, "kept": batch.get("kept"), "cap": cap}
+    given = Given(objective, batch["labels"], how, student, streams or {}, targets)
+    return {name: compute(given) for name, compute in COMPUTED.items() if name in terms}

@@ -99,8 +99,8 @@ def require_model(checkpoint: Path, fields: dict[str, Any]) -> None:
         return {key: value for key, value in facts.items() if key == "model" or key.startswith("init.")}
 
     def trained(facts: dict[str, Any]) -> dict[str, Any]:
-        keys = ("train.adapter", "optim.train")
-        return {key: value for key, value in facts.items() if key.startswith(keys) and value is not None}
+        keys = ("train.adapter", "train.draft_head", "optim.train")
+        return {key: value for key, value in facts.items() if key.startswith(keys) and value not in (None, False)}
 
     identity = manifest.read_manifest(checkpoint)["identity"]
     if identity.get("parallel.zero_stage") == 3:

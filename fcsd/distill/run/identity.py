@@ -100,6 +100,7 @@ def _later_fields(recipe: Recipe, world: World) -> dict[str, bool]:
         "train.compile": train.compile,
         "train.adapter": train.adapter is not None,
         "train.adapter.base": train.adapter is not None and train.adapter.base is not None,
+        "train.draft_head": train.draft_head,
         "optim.train": bool(optim.train),
         "optim.moments": optim.moments != "fp32",
         "optim.offload": optim.offload != "none",

@@ -65,7 +65,7 @@ def resharded(
         name = names[parameter]
         if degree == ranks.degree:
             return torch.cat(parts[world.rank % over[name], name, kind]).view(parameter.shape)
-        sharding = shardings[name.removeprefix("model.")]
+        sharding = shardings.get(name.removeprefix("model."), "whole")  # a draft head is beside the model
         kv_heads = model.config.get_text_config().num_key_value_heads
         whole = torch.zeros(whole_shape(parameter, sharding, ranks.degree))
         for place in (TensorGroup(None, degree, number) for number in range(1 if sharding == "first" else degree)):

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 
 from fcsd.checkpoint import open_checkpoint
 from fcsd.config import Objective, Recipe, accumulation
+from fcsd.distill.draft import Drafting
 from fcsd.distill.experts.expert_parallel import load, quantiser_of, wire_sharded
 from fcsd.distill.inputs import teacher_name
-from fcsd.distill.loss.losses import COMPUTED, Given
+from fcsd.distill.loss.losses import loss_terms
 from fcsd.distill.optim.adamw_choice import adamw_settings, own_adamw, parameter_groups, updates_alone
 from fcsd.distill.optim.update import judges_on_device
 from fcsd.distill.student import DTYPES
@@ -83,15 +84,8 @@ class Student(nn.Module):
         with captured(self.model, compared) as streams, left_out(self.model, prefix):
             hidden = final_hidden(self.model, batch)
         with phase("loss"):
-            head = output_head(self.model)
-            how = {
-                "denominator": denominator,
-                "chunk_tokens": self.objective.chunk(len(head)),
-                "kept": batch.get("kept"),
-                "cap": logits_cap(self.model.config),
-            }
-            given = Given(self.objective, batch["labels"], how, (hidden, head), streams, targets)
-            return {name: compute(given) for name, compute in COMPUTED.items() if name in terms}
+            student, cap = (hidden, output_head(self.model)), logits_cap(self.model.config)
+            return loss_terms(self.objective, batch, student, targets, denominator, terms, streams, cap)
 
 
 def recompute_layers(model: PreTrainedModel) -> None:
@@ -219,7 +213,9 @@ def build_training(
     if recipe.train.activation_checkpointing:
         recompute_layers(model)
     switch_off_noise(model)
-    engine = start_engine(Student(model, recipe.objective).train(), recipe, world, teams, parts, alone)
+    head = None if parts is None else parts.head
+    student = Student(model, recipe.objective) if head is None else Drafting(head, model, recipe.objective)
+    engine = start_engine(student.train(), recipe, world, teams, parts, alone)
     sum_gradients(engine, recipe, alone)
     how: Any = {"traffic": traffic, "dispatcher": dispatcher, "ranks": teams.ranks}
     wire_sharded(model, recipe.parallel.ep_size, recipe.parallel, quantiser, **how)
@@ -228,10 +224,10 @@ def build_training(
 
 
 def start_engine(
-    student: Student, recipe: Recipe, world: World, teams: Teams, parts: TrainedParts | None, alone: bool
+    student: nn.Module, recipe: Recipe, world: World, teams: Teams, parts: TrainedParts | None, alone: bool
 ) -> TrainEngine:
     """The DeepSpeed engine around a student, with the optimizer of its trained parameters."""
-    with nullcontext() if parts is None else frozen_experts(student.model):
+    with nullcontext() if parts is None else frozen_experts(parts.model):
         return import_deepspeed().initialize(
             model=student,
             model_parameters=parameter_groups(student, recipe),
@@ -284,7 +280,7 @@ def load_teacher(
 
 def shares_weights(recipe: Recipe) -> bool:
     """Whether the teacher in memory is the student itself, whose frozen weights are the teacher's."""
-    return recipe.frozen_beside is not None and recipe.objective.needs_teacher
+    return recipe.frozen_beside is not None and recipe.needs_original
 
 
 def share_weights(

@@ -50,7 +50,7 @@ def gather_step(rows: Mixture, recipe: Recipe, world: World, step: int) -> list[
     """This rank's micro-batches of a step, in host memory."""
     gathered = []
     for numbers in rows_of_step(recipe, world, step):
-        columns = batch(rows, numbers)
+        columns = batch(rows, numbers, recipe.train.draft_head)
         # The positions are computed on the host. On a GPU the host would have to wait to learn how many they are.
         columns["kept"] = (columns["labels"].flatten() != IGNORE).nonzero().squeeze(1)
         gathered.append(MicroBatch(numbers, columns, torch.tensor(len(columns["kept"]))))

@@ -184,7 +184,8 @@ def measure(
             start = first + world.rank * micro
             numbers = range(start, min(start + micro, rows.per_epoch))
             # All ranks must run the model equally often. A rank without rows left runs it on a row that does not count.
-            data = {name: column.to(world.device) for name, column in batch(rows, numbers or [0]).items()}
+            columns = batch(rows, numbers or [0], recipe.train.draft_head)
+            data = {name: column.to(world.device) for name, column in columns.items()}
             if not numbers:
                 data["labels"].fill_(IGNORE)
             losses = engine(data, training.source.get_targets(data), one, terms)

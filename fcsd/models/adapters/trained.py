@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..draft_head import DraftHead
 from .lora import MATRICES, matrices, merge
 
 
@@ -20,12 +21,14 @@ class TrainedParts:
         layers: ``peft``'s layers, by the name of the linear layer that each holds; empty without adapters.
         trained: the parameters of the model itself that train, by name.
         originals: the values that these had before the run, which a teacher in memory has; empty without one.
+        head: a draft head beside the model, whose parameters are then all of ``trained``; None without one.
     """
 
     model: PreTrainedModel
     layers: dict[str, Any]
     trained: dict[str, nn.Parameter]
     originals: dict[str, Tensor]
+    head: DraftHead | None = None
 
     def tensors(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Everything that trains, by the names under which checkpoints store it."""

@@ -98,7 +98,7 @@ def whole_tensors(parts: TrainedParts, ranks: TensorGroup | None) -> Iterator[Wh
                 weights = [model.get_parameter(f"{path}.{part}") for part in origin.parts]
                 transposed = arch_of(model.config).blocks.prescaled
                 yield _of_experts(f"{path}.{origin.name}", weights, blocks[path], transposed)
-        elif ranks is not None:
+        elif ranks is not None and name in shardings:  # a draft head is beside the model
             yield _sharded(name, weight, shardings[name], ranks, model.config.get_text_config().num_key_value_heads)
         else:
             yield WholeTensor(name, tuple(weight.shape), 1, weight.detach, weight.data.copy_)

@@ -60,10 +60,10 @@ def test_an_error_of_the_thread_is_raised_at_the_step_that_needs_the_data(
     before = threading.active_count()
     real = feed_module.batch
 
-    def damaged(rows: Any, numbers: Any) -> Any:
+    def damaged(rows: Any, numbers: Any, *others: Any) -> Any:
         if 16 in numbers:
             raise BadInputError("row 16 is damaged")
-        return real(rows, numbers)
+        return real(rows, numbers, *others)
 
     monkeypatch.setattr(feed_module, "batch", damaged)
     with feeding(rows, recipe, World(0, 1, torch.device("cpu")), 1, 4) as feed:
