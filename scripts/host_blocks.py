@@ -170,7 +170,9 @@ def started(folder: Path) -> str:
     alone = raw["after, in vLLM"]
     for size in ("16", "32"):
         what = f"start {size}"
-        body.append([f"{size} MiB, in vLLM, three engines", "", *(f"{alone[way][what]['median']:.0f}" for way in alone)])
+        body.append(
+            [f"{size} MiB, in vLLM, three engines", "", *(f"{alone[way][what]['median']:.0f}" for way in alone)]
+        )
         times = [f"{busy[when][what]['median']:.0f}" for when in ("before", "after")]
         body.append([f"{size} MiB, in vLLM, six engines", *times, ""])
     return _table(["bytes of a rank", "exchange, before", "exchange", "NCCL"], body)

@@ -147,9 +147,9 @@ def page_blocks(root: Path) -> dict[str, dict[str, str]]:
         "README.md": {"advise": advised(), "situations": situations(root)},
         "docs/quality.md": {"losses": lost_points()},
         "docs/quantised_models.md": {"int4": int4(root), "nf4": in_nf4()},
-        "docs/serving.md": {"drafts": drafts(root), "refused": refused(), "served types": served_types()},
+        "docs/serving.md": {"refused": refused(), "served types": served_types()},
         "benchmarks/results/host_goals.md": {"goals": goals(root)},
-        "benchmarks/results/vllm_right.md": {"quantised kernels": quantised_kernels(root)},
+        "benchmarks/results/vllm_right.md": {"quantised kernels": quantised_kernels(root), "drafts": drafts(root)},
         **host_blocks(root),
     }
 
