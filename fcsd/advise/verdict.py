@@ -18,7 +18,7 @@ from fcsd.advise.speed import STANDARD, Load, Served, Server, server_of
 from fcsd.bench.serve.figures import break_even_days
 from fcsd.bench.serve.variants import CHUNKS
 from fcsd.errors import DoesNotFitError
-from fcsd.kernels.bit_split.format import format_of_reduction
+from fcsd.kernels.bit_split.format import takes_rows
 from fcsd.markdown import table
 from fcsd.models.build import arch_of, without_injected
 from fcsd.models.selection import ADVISED, advised_count
@@ -188,7 +188,7 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
     if fits_one:
         add(f"{count} replicas", "replicas", server.replicas(count), "predicted")
     add(f"{count} pipeline stages", "stages", server.stages(count), "predicted", stages=count)
-    methods = [method for method in sums.methods if method != "stock" and _fits(method, meta.numbers.hidden)]
+    methods = [method for method in sums.methods if method != "stock" and takes_rows(method, meta.numbers.hidden)]
     if "host" in methods and count >= 4 and count % 2 == 0:
         add(pairs_of(count), "stages", server.stages(count // 2, 2, sums.of("host", 2)), stages=count // 2)
     for method in methods:
@@ -205,12 +205,6 @@ def _ways(server: Server, meta: MetaModel, host: Host, fits_one: bool) -> list[W
             served = server.tensor_parallel(count, wiring, exact)
             add(label, "conversion", served, share=share, wiring=name)
     return ways
-
-
-def _fits(method: str, hidden: int) -> bool:
-    """Whether the groups of a method's format, if it has one, divide the rows of a model."""
-    format = format_of_reduction(method)
-    return format is None or hidden % format.group == 0
 
 
 def _choose(

@@ -87,9 +87,8 @@ def write_merged(parts: TrainedParts, folder: Path, source: Path, directory: Pat
         source: the directory that the student was made from.
     """
     world.everywhere(lambda: load_trained(parts, read_parts(folder), str(folder), ranks_of(parts.model)))
-    if parts.head is not None:
-        world.on_first(lambda: parts.head and parts.head.save(directory))
-        return
+    if (head := parts.head) is not None:
+        return world.on_first(lambda: head.save(directory))
     write_student(own_part(parts.model, parts.merge()), source, directory, world, first=True)
 
 

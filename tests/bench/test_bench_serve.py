@@ -21,7 +21,7 @@ from fcsd.bench.serve import client, table, under_vllm
 from fcsd.bench.serve.client import ask
 from fcsd.bench.serve.model import cache_bytes, config_of, prompts_of, usual_wirings, weight_bytes, wiring_for
 from fcsd.bench.serve.running import write_directory
-from fcsd.bench.serve.variants import Missing
+from fcsd.bench.serve.variants import HOST_SUMS, Missing
 from fcsd.bench.serve.workload import Workload
 from fcsd.cli.command import ended_by_signals
 from fcsd.cli.main import app, main
@@ -30,6 +30,7 @@ from fcsd.errors import ConfigError, FcsdError
 from fcsd.models.build import unwired
 from fcsd.models.wiring_block import Wiring
 from fcsd.parallel.all_reduce.ways import read_ways
+from fcsd.serve.vllm.communicator import ASKED
 
 SMALL: dict[str, Any] = {
     "prompts": (8, 16),
@@ -181,17 +182,19 @@ def test_without_room_the_servers_run_one_after_the_other_and_time_bounds_them(a
 
 def test_without_peer_access_sums_through_the_host_are_compared(asked, monkeypatch):
     prepared: list[int] = []
+    fits = {ASKED: "host:int8:g64"}  # the model's rows have 64 values
+    monkeypatch.setitem(HOST_SUMS, "host sums in int8", fits)
     monkeypatch.setattr(under_vllm, "through_host", lambda: True)
     monkeypatch.setattr(under_vllm, "prepare", prepared.append)
     monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     found = run(Workload("tiny-dense", 2, tp=2, **{**SMALL, "loads": ()}), memory=80 << 30)
     assert prepared == [2], "the ways are timed before any server has the GPUs"
-    wanted = {", host sums": "host", ", host sums in int8": "host:int8"}
+    wanted = {", host sums": "host", ", host sums in int8": "host:int8:g64"}
     for model in ("original", "ladder"):
         for told, way in wanted.items():
             assert found["variants"][f"{model}{told}"]["environment"]["FCSD_ALL_REDUCE"] == way
     settings = [server["settings"].get("FCSD_ALL_REDUCE") for server in asked()]
-    assert sorted(filter(None, settings)) == ["host", "host", "host:int8", "host:int8"] and settings.count(None) == 4
+    assert sorted(filter(None, settings)) == ["host", "host", *["host:int8:g64"] * 2] and settings.count(None) == 4
     assert found["variants"]["original, host sums"]["role"] == "original", "a conversion is compared with it, too"
     assert "ladder, host sums" in table.ratios_of(found)
 
@@ -205,6 +208,8 @@ def test_sums_through_the_host_that_cannot_be_timed_keep_nothing_else_from_it(as
     monkeypatch.setattr(under_vllm, "alternatives", lambda machine, load, **_: ([], {}))
     found = run(Workload("tiny-dense", 2, tp=2, **{**SMALL, "loads": ()}), memory=80 << 30)
     assert "the ways to sum cannot be timed: no NVRTC" in found["notes"] and found["variants"]["original"]["rounds"]
+    assert any("their groups do not divide rows of 64 values" in note for note in found["notes"])
+    assert "original, host sums" in found["variants"] and "original, host sums in int8" not in found["variants"]
 
 
 def test_tokens_that_come_in_one_burst_have_no_time(asked, monkeypatch):

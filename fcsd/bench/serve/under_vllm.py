@@ -48,10 +48,12 @@ from fcsd.bench.serve.variants import (
 from fcsd.bench.serve.workload import STANDARD, Workload, tokens_at_once
 from fcsd.disk import write_json
 from fcsd.errors import ConfigError, FcsdError
+from fcsd.kernels.bit_split.format import takes_rows
 from fcsd.models.build import experts_of
 from fcsd.parallel.all_reduce.backends import backend_of
 from fcsd.parallel.all_reduce.ways import PLAIN, SUFFIX, Way, Ways
 from fcsd.serve.server import graph_sizes
+from fcsd.serve.vllm.communicator import ASKED
 from fcsd.serve.vllm.support import installed_version, require_vllm
 
 LOAD_SECONDS = 15  # of arrivals under each load
@@ -107,7 +109,8 @@ def bench(
         )
     environment = {**(_EVEN_ROUTING if moe else {}), **({} if peers else {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0"})}
     machine = Machine(version, lambda module: find_spec(module) is not None, gpus, fits_one, peers)
-    others, missing = alternatives(machine, load, hidden=config.get_text_config().hidden_size, moe=moe)
+    hidden = config.get_text_config().hidden_size
+    others, missing = alternatives(machine, load, hidden=hidden, moe=moe)
     room = 1 if memory is None else room_for(memory, weight_bytes(config, load.dp, load.ep), cache, gpus)
     run = _Run(load, config, {"vllm": version, "variants": {}, "missing": missing, "notes": []}, write)
     if (note := _without_graphs(load)) is not None:
@@ -132,6 +135,11 @@ def bench(
             except ConfigError as error:  # a server with such sums then says so itself, and all others are timed
                 run.found["notes"].append(str(error))
             first = core(names, _ways(load, folder), forms, host=host)
+            if odd := [one.name for one in first if not takes_rows(one.environment.get(ASKED, ""), hidden)]:
+                run.found["notes"].append(
+                    f"without {', '.join(odd)}: their groups do not divide rows of {hidden} values"
+                )
+                first = [one for one in first if one.name not in odd]
             if spread:  # what a bound leaves out is sums, and the original exchanges tokens
                 first = [variant for variant in first if variant.role in ("original", "wired")]
             for group in groups(first, others, room):

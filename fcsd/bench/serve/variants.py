@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from fcsd.bench.serve.workload import BUDGET, LARGE, SMALL, Workload
 from fcsd.parallel.all_reduce.ways import Way
-from fcsd.serve.vllm.communicator import ASKED, EXACT
+from fcsd.serve.vllm.communicator import ASKED
 from fcsd.serve.vllm.support import version_of
 
 Role = Literal["original", "wired", "way", "bound"]  # a way: another one for the sums of a wiring
@@ -23,7 +23,7 @@ CHUNKS = (BUDGET, str(SMALL))  # of pipeline stages, which several steps have to
 PAIRS = "stages of two GPUs, host sums"
 # What serves a model with sums through memory of the host, by the name of the variant; see ``serve.vllm.communicator``.
 HOST_SUMS = {"host sums": {ASKED: "host"}, "host sums in int8": {ASKED: "host:int8"}}
-_NOT_HOST = ("sums are vLLM's own", EXACT)  # what the plugin says where it leaves them out
+_NOT_HOST = ("sums are vLLM's own",)  # what the plugin says where it leaves them out
 IMITATED = "NCCL_P2P_DISABLE=1 imitates GPUs without peer access, and it would use it"
 
 

@@ -205,6 +205,12 @@ def format_of_reduction(name: str) -> Format | None:
     return Format.parse(format) if first == _REDUCTION or (first == "host" and format) else None
 
 
+def takes_rows(reduction: str, width: int) -> bool:
+    """Whether the groups of a reduction's format, if it has one, divide rows of ``width`` values."""
+    format = format_of_reduction(reduction)
+    return format is None or width % format.group == 0
+
+
 def _paper_group(bits: int) -> int:
     """The size of a group in FlashCommunication V2, section 3: 128 values, or 32 for 4 bits and fewer."""
     return 128 if bits >= 5 else 32

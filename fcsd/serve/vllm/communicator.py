@@ -18,7 +18,6 @@ from fcsd.foreign_errors import reason_of
 from fcsd.kernels.bit_split import Format
 
 ASKED = "FCSD_ALL_REDUCE"
-EXACT = "sums stay exact"  # what is said where a format does not fit
 log = logging.getLogger("vllm.fcsd")
 
 
@@ -115,11 +114,10 @@ def communicator_of(base: type[Any]) -> type[Any]:
             sums = self._sums
             if sums is None:
                 return super().all_reduce(input_)
-            tables = self._tables
-            if self._format is not None and not _divides(self._format, input_.shape[-1]):
-                tables = self._exact
-            table = tables.sums if _captures(input_) else tables.eager
-            way = table.way(input_.nbytes)
+            table = "sums" if _captures(input_) else "eager"
+            way = getattr(self._tables, table).way(input_.nbytes)
+            if ":" in way and not _divides(self._format, input_.shape[-1]):
+                way = getattr(self._exact, table).way(input_.nbytes)
             # Asked first, because a step outside of graphs waits for the host.
             if way == "stock" or not sums.supports(given := _aligned(input_)):
                 return super().all_reduce(input_)
@@ -198,7 +196,7 @@ def _captures(x: Any) -> bool:
 def _divides(format: Format, width: int) -> bool:
     """Whether rows of ``width`` values travel in a format; what is told once of those that do not."""
     if width % format.group:
-        log.warning("%s: groups of %d values do not divide rows of %d", EXACT, format.group, width)
+        log.warning("sums stay exact: groups of %d values do not divide rows of %d", format.group, width)
     return width % format.group == 0
 
 
