@@ -67,7 +67,7 @@ def preview(recipe: Recipe, world_size: int = 1) -> str:
         Rows(corpus, data.seq_len)
     require_other_text(corpora, measured)
     teacher = teacher_name(recipe) if recipe.needs_original else "none, the loss is cross-entropy"
-    teacher = "the student itself, of its draft head" if train.draft_head else teacher
+    teacher = "the model itself, one token later" if train.draft_head else teacher
     asked = f", the {train.tokens:,} asked for, in whole steps" if train.tokens else ""
     degree = recipe.parallel.tp_size
     shared = f" / {degree} that shard each model" if degree > 1 else ""

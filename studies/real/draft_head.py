@@ -24,6 +24,7 @@ from studies.real import quantised
 from studies.real.quantised import RATES, Study, descend
 from studies.real.runner import store, token_rows
 from torch import Tensor
+from torch.nn import functional as F
 
 from fcsd.config import Objective
 from fcsd.distill.data.rows import batch as rows_batch
@@ -73,7 +74,7 @@ def speculate(target: Any, head: DraftHead, prompts: Tensor, new: int, drafts: i
         The answers ``[rows, new]``, and ``passes`` of the target per row, ``drafted`` and ``accepted`` tokens, all as
         sums over the rows.
     """
-    embeddings, out = target.get_input_embeddings(), target.get_output_embeddings()
+    embeddings, out = target.get_input_embeddings().weight, target.get_output_embeddings()  # as Drafting takes them
     rows, begin = prompts.shape
     tokens = prompts.new_zeros(rows, begin + new + 2 * drafts + 2)
     tokens[:, :begin] = prompts
@@ -85,7 +86,7 @@ def speculate(target: Any, head: DraftHead, prompts: Tensor, new: int, drafts: i
     while bool((going := length < begin + new).any()):
         features = hidden.clone()
         for step in range(drafts):
-            guessed = head(embeddings(tokens[:, 1:]), features[:, :-1])
+            guessed = head(F.embedding(tokens[:, 1:], embeddings), features[:, :-1])
             last = length[:, None] + step - 2  # where the token after the next one is guessed
             features[every, last + 1] = guessed[every, last]
             tokens[every, last + 2] = out(guessed[every, last]).argmax(-1)
