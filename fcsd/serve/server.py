@@ -77,8 +77,8 @@ def serve(
         gpus = int(rewired["tp_degree"]) if desync else gpus_here(lambda count: heads % count == 0)
     if all_reduce is not None and gpus == 1:
         raise ConfigError(f"--all-reduce {all_reduce}: one GPU sums nothing", "Give --gpus 2 or more.")
-    if format is not None:
-        format.row_bytes(config.text["hidden_size"])  # refuses groups that do not divide the rows of the model
+    if format is not None and (width := config.text.get("hidden_size")):  # some configs have another name for it
+        format.row_bytes(width)  # refuses groups that do not divide the rows of the model
     if desync and rewired["tp_degree"] != gpus:
         degree = rewired["tp_degree"]
         raise ConfigError(

@@ -61,6 +61,12 @@ def test_without_peer_access_sums_through_the_host_are_a_trial(large: str, tmp_p
     assert any(way.kind == "conversion" and way.gain > found.chosen.gain for way in found.ways)
 
 
+def test_sums_whose_groups_do_not_divide_the_rows_are_no_way(tmp_path: Path) -> None:
+    SHAPES["gpt-oss-20b"](24).save_pretrained(tmp_path)
+    names = {way.name for way in advise(str(tmp_path), host_of(2, "L40S", None), LOAD).ways}
+    assert "sums by host" in names and "sums by host:int8" not in names
+
+
 def test_over_nvlink_stock_is_kept(large: str) -> None:
     found = advise(large, host_of(2, "H200", None), LOAD)
     assert found.chosen.kind == "stock" and found.trial is None and all("sums by" not in way.name for way in found.ways)

@@ -195,6 +195,9 @@ def test_sums_through_the_host_are_asked_of_vllm(monkeypatch, tmp_path):
     assert "int8:g64" in str(refused.value.hint) and given == {}
     server.serve("model", gpus=2, port=port, all_reduce="host:int8:g64", ready=print)
     assert given == {"FCSD_ALL_REDUCE": "host:int8:g64"}
+    config.text = {"n_embd": 2880}
+    server.serve("model", gpus=2, port=port, all_reduce="host:int8", ready=print)
+    assert given == {"FCSD_ALL_REDUCE": "host:int8"}, "the server sums exactly, and says so"
     with pytest.raises(ConfigError, match="one GPU sums nothing"):
         server.serve("model", gpus=1, port=port, all_reduce="host", ready=print)
     with pytest.raises(ConfigError, match="sums are vLLM's own, host or host:FORMAT"):
